@@ -1,0 +1,1 @@
+"""What is studied: the addition task and the transformers that learn it."""

@@ -1,0 +1,174 @@
+"""A checkpoint is a directory: ``model.safetensors``, ``config.json``, ``training.json``. Never a pickle.
+
+``config.json`` holds ``{"format": 1, "model": AdderConfig}``; ``training.json`` the recipe, the seed, the versions and
+the curve. Both are validated before a weight is read, and weights must have exactly the names, shapes and type that
+the configuration calls for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from models.addition import Vocabulary
+from models.config import AdderConfig, Frozen
+from models.files import write_atomically, write_text
+from models.recipes import Recipe
+from models.transformer import HookedAdder
+
+FORMAT = 1
+T = TypeVar("T", bound=Frozen)
+_LARGEST_JSON = 16 * 2**20  # bytes; a training curve is far below
+_MOST_WEIGHTS = 5 * 10**7  # a configuration that asks for more is not one of these small models
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be trusted; the message names the file, what is wrong, and what to do."""
+
+
+class CurvePoint(Frozen):
+    """One point of the training curve: loss in nats per decision, share of in-distribution problems exact."""
+
+    step: int
+    loss: float
+    exact: float
+
+
+class TrainingRecord(Frozen):
+    """``training.json``: where a checkpoint comes from. ``commit`` is the source's git revision when it is known."""
+
+    recipe: Recipe
+    seed: int
+    step: int
+    precision: str
+    threads: int
+    seconds: float
+    versions: dict[str, str]
+    commit: str | None
+    curve: tuple[CurvePoint, ...]
+
+
+class _ConfigFile(Frozen):
+    format: int
+    model: AdderConfig
+
+
+def save_checkpoint(folder: Path, model: HookedAdder, record: TrainingRecord) -> None:
+    """Write the three files, ``training.json`` last: a folder that has it is whole."""
+    weights = {name: weight.detach().contiguous() for name, weight in model.state_dict().items()}
+    write_atomically(folder / "model.safetensors", lambda aside: save_file(weights, aside))
+    write_text(folder / "config.json", _pretty(_ConfigFile(format=FORMAT, model=model.config).model_dump()))
+    write_text(folder / "training.json", _pretty(record.model_dump()))
+
+
+def load_checkpoint(folder: str | Path) -> HookedAdder:
+    """The model of a checkpoint directory, in evaluation mode.
+
+    Raises:
+        CheckpointError: missing, truncated, foreign or inconsistent files; a scheme or format that is not known.
+    """
+    folder = Path(folder)
+    config = load_config(folder)
+    model = _empty_model(config, folder)
+    shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    path = folder / "model.safetensors"
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            if names != set(shapes):
+                odd = sorted(names ^ set(shapes))
+                raise CheckpointError(
+                    f"{path}: its weights are not those of config.json ({len(odd)} names differ, "
+                    f"{odd[0][:80]!r} first); use the files of one checkpoint together"
+                )
+            for name, shape in shapes.items():
+                found = file.get_slice(name)
+                if tuple(found.get_shape()) != shape or found.get_dtype() != "F32":
+                    raise CheckpointError(
+                        f"{path}: weight {name!r} must be float32 {list(shape)}, got "
+                        f"{found.get_dtype()} {found.get_shape()}; use the files of one checkpoint together"
+                    )
+            weights = {name: file.get_tensor(name) for name in shapes}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path}: not a readable safetensors file ({_reason(error)}); restore the file"
+        ) from error
+    for name, weight in weights.items():
+        if not torch.isfinite(weight).all():
+            raise CheckpointError(f"{path}: weight {name!r} holds NaN or infinity; train again or restore the file")
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+def load_config(folder: str | Path) -> AdderConfig:
+    """The model's configuration alone. Raises :class:`CheckpointError`."""
+    path = Path(folder) / "config.json"
+    found = _read_json(path)
+    version = found.get("format") if isinstance(found, dict) else None
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{path}: format must be {FORMAT}, got {str(version)[:40]}; is this a leaksum checkpoint?"
+        )
+    return _validated(_ConfigFile, found, path).model
+
+
+def load_record(folder: str | Path) -> TrainingRecord:
+    """How the checkpoint was trained. Raises :class:`CheckpointError`."""
+    path = Path(folder) / "training.json"
+    return _validated(TrainingRecord, _read_json(path), path)
+
+
+def _empty_model(config: AdderConfig, folder: Path) -> HookedAdder:
+    """A model of this shape, its size bounded before anything is allocated."""
+    per_layer = 4 * config.n_heads * config.d_head * config.d_model + 2 * config.d_model * config.d_mlp
+    size = config.n_layers * per_layer + 2 * Vocabulary(config.task).size * config.d_model
+    if size > _MOST_WEIGHTS:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: asks for {size:.1e} weights, more than the {_MOST_WEIGHTS:.0e} that are loaded"
+        )
+    return HookedAdder(config)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        if path.stat().st_size > _LARGEST_JSON:
+            raise CheckpointError(f"{path}: {path.stat().st_size} bytes, more than the {_LARGEST_JSON} that are read")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        where = "no such directory" if not path.parent.is_dir() else f"it has no {path.name}"
+        raise CheckpointError(
+            f"{path.parent}: not a checkpoint, {where}; name a directory that `leaksum train` wrote"
+        ) from error
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: not readable JSON ({_reason(error)}); restore the file") from error
+
+
+def _validated(kind: type[T], found: Any, path: Path) -> T:
+    try:
+        return kind.model_validate(found)
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: {first_problem(error)}") from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first complaint of a validation, in one line: where, what, and the value it got."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    got = "" if isinstance(first["input"], dict | list) else f", got {str(first['input'])[:60]!r}"
+    return " ".join(f"{where + ': ' if where else ''}{first['msg']}{got}".split())
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(getattr(error, "strerror", None) or error).split())[:160]
+
+
+def _pretty(value: object) -> str:
+    return json.dumps(value, indent=1) + "\n"

@@ -1,0 +1,109 @@
+"""Configuration: frozen, validated, and the same after a round trip through JSON.
+
+Every field that a number depends on lives here, so that ``config.json`` beside the weights is enough to
+rebuild the model and the task it was trained on.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Scheme = Literal["rotary2d", "rotary", "none"]
+
+
+class Frozen(BaseModel):
+    """A frozen record that refuses unknown fields and non-finite numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class TaskConfig(Frozen):
+    """The addition task: how numbers are cut into tokens, and the lengths that training draws.
+
+    ``chunk`` is the number of digits a token holds. ``cut="right"`` cuts from the units, so that chunks are
+    aligned by place value; ``cut="left"`` cuts from the leading digit, the contrast case.
+    Training draws the lengths of both operands from ``U(min_digits, max_digits)``, in digits.
+    """
+
+    chunk: Literal[1, 3] = 1
+    cut: Literal["right", "left"] = "right"
+    min_digits: int = Field(default=1, ge=1)
+    max_digits: int = Field(default=10, ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> TaskConfig:
+        if self.min_digits > self.max_digits:
+            raise ValueError(f"min_digits must not exceed max_digits, got {self.min_digits} > {self.max_digits}")
+        return self
+
+    @property
+    def max_columns(self) -> int:
+        """Columns of the longest sum that training draws, a final carry included."""
+        return -(-(self.max_digits + 1) // self.chunk)
+
+    @property
+    def max_keys(self) -> int:
+        """The most keys a query sees in training: both operands, both separators, and the whole sum."""
+        return 2 * -(-self.max_digits // self.chunk) + 2 + self.max_columns
+
+    def trained_distance(self, unit: Literal["columns", "tokens"]) -> int:
+        """The largest query-key distance that training shows, in the position scheme's own unit."""
+        return self.max_columns - 1 if unit == "columns" else self.max_keys - 1
+
+
+class AttentionConfig(Frozen):
+    """How a head scores a key, and what competes with the keys.
+
+    ``scheme``
+        ``rotary2d``: rotation by row and by column (half of the head's dimensions each), the score multiplied by
+        ``exp(-decay |column distance|)``. ``rotary``: rotation by token position. ``none``: no positions (NoPE).
+    ``sink``
+        One learned, position-free score per head that joins the softmax and has no value (the gpt-oss convention).
+    ``sink_boost``
+        Added to every sink score, at evaluation; a boost of B stands for a crowd of ``e**B`` keys of score 0.
+    """
+
+    scheme: Scheme = "rotary2d"
+    rotary_base: float = Field(default=10_000.0, gt=1)
+    decay: float = Field(default=0.0, ge=0)
+    separator_column: int = 0
+    sink: bool = True
+    sink_boost: float = 0.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AttentionConfig:
+        if self.decay and self.scheme != "rotary2d":
+            raise ValueError(f"decay is per column and needs scheme='rotary2d', got scheme={self.scheme!r}")
+        if self.sink_boost and not self.sink:
+            raise ValueError(f"sink_boost={self.sink_boost} needs sink=true")
+        return self
+
+    @property
+    def unit(self) -> Literal["columns", "tokens"]:
+        """The unit in which this scheme measures how far a key is."""
+        return "columns" if self.scheme == "rotary2d" else "tokens"
+
+
+class AdderConfig(Frozen):
+    """A decoder-only, pre-norm transformer and the task it reads."""
+
+    task: TaskConfig = TaskConfig()
+    attention: AttentionConfig = AttentionConfig()
+    n_layers: int = Field(default=3, ge=1, le=64)
+    n_heads: int = Field(default=4, ge=1, le=256)
+    d_model: int = Field(default=64, ge=4, le=8192)
+    d_head: int = Field(default=16, ge=4, le=1024)
+    d_mlp: int = Field(default=256, ge=1, le=65536)
+
+    @model_validator(mode="after")
+    def _rotatable(self) -> AdderConfig:
+        if self.attention.scheme != "none" and self.d_head % 4:
+            raise ValueError(f"d_head must be a multiple of 4 to be rotated, got {self.d_head}")
+        return self
+
+    @property
+    def trained_distance(self) -> int:
+        """The largest query-key distance seen in training, in columns or tokens by the scheme's unit."""
+        return self.task.trained_distance(self.attention.unit)

@@ -1,0 +1,90 @@
+"""Named training recipes: everything that a trained checkpoint depends on but its seed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from models.config import AdderConfig, AttentionConfig, Frozen
+
+
+class Recipe(Frozen):
+    """One way to train one model.
+
+    ``steps`` of AdamW on ``batch`` fresh problems each, learning rate warmed up linearly over ``warmup`` steps and then
+    lowered by a cosine to 0; gradients are clipped to norm ``clip``; weight decay acts on weight matrices alone, not
+    on embeddings, biases or sinks.
+
+    ``sink_pressure``
+        B: in training a boost drawn from ``U(0, B)``, one draw per sequence, is added to every sink score, so that each
+        lookup has to outbid a crowd of ``e**B`` keys. The model is evaluated with the boost in its configuration.
+    ``micro_batches``
+        A step's problems are sorted by length and run in so many parts, which saves padding; their gradients
+        are summed.
+    """
+
+    name: str
+    about: str
+    model: AdderConfig
+    steps: int = Field(ge=1)
+    batch: int = Field(ge=1)
+    micro_batches: int = Field(default=2, ge=1)
+    learning_rate: float = Field(default=2e-3, gt=0)
+    betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: float = Field(default=0.1, ge=0)
+    warmup: int = Field(default=100, ge=0)
+    clip: float = Field(default=1.0, gt=0)
+    sink_pressure: float = Field(default=0.0, ge=0)
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        if self.batch % self.micro_batches:
+            raise ValueError(f"micro_batches must divide batch, got {self.micro_batches} and {self.batch}")
+        if self.sink_pressure and not self.model.attention.sink:
+            raise ValueError(f"sink_pressure={self.sink_pressure} needs a model with a sink")
+        return self
+
+
+def _one_digit(name: str, about: str, attention: AttentionConfig, steps: int, sink_pressure: float = 0.0) -> Recipe:
+    return Recipe(
+        name=name,
+        about=about,
+        model=AdderConfig(attention=attention),
+        steps=steps,
+        batch=128,
+        sink_pressure=sink_pressure,
+    )
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        _one_digit(
+            "1digit-rotary2d",
+            "rotation by row and column, decay .3 per column, sink: dilutes beyond its training lengths",
+            AttentionConfig(scheme="rotary2d", decay=0.3),
+            steps=1000,
+        ),
+        _one_digit(
+            "1digit-rotary2d-pressure",
+            "the same with sink pressure 10: every lookup has to outbid a crowd of e^10 keys",
+            AttentionConfig(scheme="rotary2d", decay=0.3, sink_boost=10.0),
+            steps=3000,
+            sink_pressure=10.0,
+        ),
+        _one_digit(
+            "1digit-rotary",
+            "the study's baseline: rotation by token position, no decay, no sink",
+            AttentionConfig(scheme="rotary", sink=False),
+            steps=2000,
+        ),
+        _one_digit(
+            "1digit-nope",
+            "no positions at all: the causal mask alone tells order",
+            AttentionConfig(scheme="none", sink=False),
+            steps=4000,
+        ),
+    )
+}

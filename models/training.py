@@ -1,0 +1,252 @@
+"""The training loop: resumable after a kill at any moment, with the same weights to the last bit.
+
+Everything random at step ``i`` is a function of ``(seed, i)``: the problems (``models.addition``) and the boosts of
+sink pressure. What else a step depends on (weights, optimizer moments, step, curve so far) is one file,
+``resume.safetensors``, written aside and renamed; a run that is killed loses the steps since it was written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from models.addition import Problem, generator
+from models.checkpoint import CheckpointError, CurvePoint, TrainingRecord, load_record, save_checkpoint
+from models.files import write_atomically
+from models.recipes import Recipe
+from models.transformer import HookedAdder
+
+PROBE_PROBLEMS = 512  # problems behind each in-distribution accuracy of the curve
+PROBE_EVERY = 100  # steps between two points of the curve
+SAVE_SECONDS = 20.0  # between two resume files; losing more to a kill is worse than the 10 ms a save takes
+
+
+def fast_precision() -> str:
+    """``bfloat16`` where the processor multiplies it natively (AMX or AVX512-BF16), else ``float32``.
+
+    Without such instructions bfloat16 products are emulated and many times slower than float32 ones.
+    """
+    native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return "bfloat16" if native else "float32"
+
+
+class Trainer:
+    """Trains one recipe with one seed.
+
+    Args:
+        folder: where the checkpoint goes, and the resume file while it trains.
+        resume: continue from the resume file if there is one.
+        progress: called after every step with the step, the loss and the latest in-distribution accuracy.
+
+    Raises:
+        CheckpointError: the folder holds another run, or a resume file that does not fit.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        seed: int,
+        folder: Path,
+        resume: bool = False,
+        progress: Callable[[int, float, float], None] = lambda step, loss, exact: None,
+    ):
+        self.recipe, self.seed, self.folder, self.progress = recipe, seed, folder, progress
+        self.precision = fast_precision() if recipe.precision == "auto" else recipe.precision
+        self.model = HookedAdder(recipe.model, seed=seed)
+        self.optimizer = _optimizer(self.model, recipe)
+        self.step = 0
+        self.curve: list[CurvePoint] = []
+        self.seconds = 0.0
+        if (folder / "training.json").exists():
+            self._refuse_another_run()
+        elif resume and self._resume_file.exists():
+            self._restore()
+        elif self._resume_file.exists():
+            raise CheckpointError(f"{folder} holds an unfinished run; add --resume to go on, or choose another --out")
+
+    @property
+    def _resume_file(self) -> Path:
+        return self.folder / "resume.safetensors"
+
+    def _refuse_another_run(self) -> None:
+        done = load_record(self.folder)
+        if (done.recipe, done.seed) != (self.recipe, self.seed):
+            raise CheckpointError(
+                f"{self.folder} already holds {done.recipe.name}, {done.recipe.steps} steps, seed {done.seed}; "
+                "choose another --out"
+            )
+        self.step = done.step
+
+    def run(self) -> Path:
+        """Train to the end (or return at once if that is done) and write the checkpoint. Returns its folder."""
+        if self.step == self.recipe.steps:
+            return self.folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        began, saved = time.monotonic() - self.seconds, time.monotonic()
+        self.model.train()
+        exact = self.curve[-1].exact if self.curve else 0.0
+        while self.step < self.recipe.steps:
+            loss = self._train_step(self.step)
+            self.step += 1
+            if self.step % PROBE_EVERY == 0 or self.step == self.recipe.steps:
+                exact = self.in_distribution_accuracy()
+                self.curve.append(CurvePoint(step=self.step, loss=loss, exact=exact))
+            self.progress(self.step, loss, exact)
+            if time.monotonic() - saved > SAVE_SECONDS and self.step < self.recipe.steps:
+                self.seconds = time.monotonic() - began
+                self._save()
+                saved = time.monotonic()
+        self.seconds = time.monotonic() - began
+        save_checkpoint(self.folder, self.model.eval(), self._record())
+        self._resume_file.unlink(missing_ok=True)
+        return self.folder
+
+    def _train_step(self, step: int) -> float:
+        recipe = self.recipe
+        for group in self.optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * schedule(step, recipe)
+        task = self.model.task
+        problems = sorted(task.training_problems(self.seed, step, recipe.batch), key=_tokens_needed)
+        size = recipe.batch // recipe.micro_batches
+        parts = [task.encode(problems[i : i + size]) for i in range(0, recipe.batch, size)]
+        decisions = sum(int(part.decisions.sum()) for part in parts)
+        boosts = generator(self.seed, "sink pressure", step).uniform(0, recipe.sink_pressure, recipe.batch)
+        boost = torch.from_numpy(boosts).float().split(size)
+        self.optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for i, part in enumerate(parts):
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bfloat16"):
+                logits = self.model(part.tokens, part.mask, sink_boost=boost[i] if recipe.sink_pressure else None)
+            asked = part.decisions
+            loss = cross_entropy(logits[asked].float(), part.targets[asked], reduction="sum") / decisions
+            loss.backward()
+            total += loss.item()
+        if not math.isfinite(total):
+            raise CheckpointError(f"the loss is {total} at step {step}; lower the learning rate of {recipe.name!r}")
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
+        self.optimizer.step()
+        return total
+
+    def in_distribution_accuracy(self) -> float:
+        """Share of problems, drawn as training draws them but never trained on, whose every decision is right."""
+        task = self.model.task
+        batch = task.encode(task.training_problems(self.seed, 0, PROBE_PROBLEMS, stream="probe"))
+        with torch.no_grad(), self.model.evaluating():
+            right = self.model(batch.tokens, batch.mask).argmax(-1) == batch.targets
+        return (right | ~batch.decisions).all(1).float().mean().item()
+
+    # The resume file
+
+    def _save(self) -> None:
+        tensors = {f"model.{name}": weight for name, weight in self.model.state_dict().items()}
+        for i, state in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{i}.{name}": value for name, value in state.items()}
+        about = {
+            "recipe": self.recipe.model_dump_json(),
+            "seed": str(self.seed),
+            "step": str(self.step),
+            "seconds": str(self.seconds),
+            "precision": self.precision,
+            "curve": json.dumps([point.model_dump() for point in self.curve]),
+        }
+        write_atomically(self._resume_file, lambda aside: save_file(tensors, aside, metadata=about))
+
+    def _restore(self) -> None:
+        path = self._resume_file
+        try:
+            with safe_open(path, framework="pt") as file:
+                about = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            found = Recipe.model_validate_json(about["recipe"]), int(about["seed"]), about["precision"]
+            if found != (self.recipe, self.seed, self.precision):
+                raise CheckpointError(
+                    f"{self.folder} holds an unfinished {found[0].name}, {found[0].steps} steps, seed {found[1]}, "
+                    f"{found[2]}; go on with the same, or choose another --out"
+                )
+            self.model.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items() if k[:6] == "model."})
+            self._restore_optimizer({k: v for k, v in tensors.items() if k.startswith("optimizer.")})
+            self.step, self.seconds = int(about["step"]), float(about["seconds"])
+            self.curve = [CurvePoint.model_validate(point) for point in json.loads(about["curve"])]
+        except CheckpointError:
+            raise
+        except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{path} cannot be resumed from ({type(error).__name__}); remove it to start again"
+            ) from error
+
+    def _restore_optimizer(self, tensors: dict[str, Tensor]) -> None:
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            _, index, field = name.split(".")
+            state.setdefault(int(index), {})[field] = value
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+
+    def _record(self) -> TrainingRecord:
+        return TrainingRecord(
+            recipe=self.recipe,
+            seed=self.seed,
+            step=self.step,
+            precision=self.precision,
+            threads=torch.get_num_threads(),
+            seconds=round(self.seconds, 1),
+            versions={"python": platform.python_version(), "torch": torch.__version__, "leaksum": _version()},
+            commit=_commit(),
+            curve=tuple(self.curve),
+        )
+
+
+def schedule(step: int, recipe: Recipe) -> float:
+    """The learning rate at ``step`` as a share of its peak: linear warm-up, then a cosine to 0."""
+    warm = min(1.0, (step + 1) / recipe.warmup) if recipe.warmup else 1.0
+    return warm * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
+
+
+def _optimizer(model: HookedAdder, recipe: Recipe) -> torch.optim.AdamW:
+    named = list(model.named_parameters())
+    decayed = [weight for name, weight in named if ".W_" in name and not name.endswith("W_E")]
+    others = [weight for name, weight in named if not (".W_" in name and not name.endswith("W_E"))]
+    groups = [
+        {"params": decayed, "weight_decay": recipe.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas, fused=True)
+
+
+def _tokens_needed(problem: Problem) -> int:
+    return sum(len(str(n)) for n in (*problem, sum(problem)))
+
+
+def _version() -> str:
+    try:
+        return version("leaksum")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _commit() -> str | None:
+    """The git revision of the source, ``-dirty`` if ``models/`` differs from it; None outside a checkout."""
+    here = Path(__file__).parent
+    try:
+        out = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--exclude=*"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        dirty = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "."], cwd=here, capture_output=True).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return out + ("-dirty" if dirty else "")
