@@ -69,6 +69,7 @@ class Trainer:
         self.step = 0
         self.curve: list[CurvePoint] = []
         self.seconds = 0.0
+        self.commit = _commit()  # of the source as it was imported, not as it is when the run ends
         if (folder / "training.json").exists():
             self._refuse_another_run()
         elif resume and self._resume_file.exists():
@@ -202,7 +203,7 @@ class Trainer:
             threads=torch.get_num_threads(),
             seconds=round(self.seconds, 1),
             versions={"python": platform.python_version(), "torch": torch.__version__, "leaksum": _version()},
-            commit=_commit(),
+            commit=self.commit,
             curve=tuple(self.curve),
         )
 
