@@ -35,17 +35,18 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from models.config import TaskConfig
+from models.config import InputError, TaskConfig
 
 LOOKUPS = ("first_same_column", "second_same_column", "first_from_second", "carry")
 STATES = ("both", "first_ended", "second_ended", "neither")
 Problem = tuple[int, int]
+MOST_DIGITS = 100_000  # attention over the three numbers would be 300000 tokens long
 
 _STR_LIMIT = 4000  # digits; CPython refuses to convert more than 4300 at once
 _STR_BASE = 10**_STR_LIMIT
 
 
-class ProblemError(ValueError):
+class ProblemError(InputError):
     """A problem or problem file that cannot be used; the message names the line, the value and the remedy."""
 
 
@@ -316,10 +317,9 @@ class AdditionTask:
         ``n`` problems are the problems of a call with ``m``.
 
         Raises:
-            ProblemError: ``digits`` or ``n`` below 1.
+            ProblemError: ``digits`` or ``n`` below 1, or more than :data:`MOST_DIGITS`.
         """
-        if digits < 1:
-            raise ProblemError(f"digits must be at least 1, got {digits}")
+        _check_digits(digits)
         if n < 1:
             raise ProblemError(f"problems must be at least 1, got {n}")
         out: list[Problem] = []
@@ -329,6 +329,11 @@ class AdditionTask:
             other = _number(rng, int(rng.integers(1, digits + 1)))
             out.append((other, long) if rng.integers(2) else (long, other))
         return out
+
+
+def _check_digits(digits: int) -> None:
+    if not 1 <= digits <= MOST_DIGITS:
+        raise ProblemError(f"digits must be from 1 to {MOST_DIGITS}, got {digits}")
 
 
 def generator(seed: int, stream: str, index: int) -> np.random.Generator:
@@ -350,8 +355,7 @@ def handmade_problems(digits: int) -> list[Problem]:
     complement to ``10**digits``, and chains that die one column before the top), equal lengths without any carry, and
     ``digits`` digits plus 1 digit with and without a carry.
     """
-    if digits < 1:
-        raise ProblemError(f"digits must be at least 1, got {digits}")
+    _check_digits(digits)
     top = 10**digits
     rng = generator(0, "handmade", digits)
     nines = top - 1

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from models.addition import Vocabulary
-from models.config import AdderConfig, Frozen
+from models.config import AdderConfig, Frozen, InputError
 from models.files import write_atomically, write_text
 from models.recipes import Recipe
 from models.transformer import HookedAdder
@@ -28,7 +28,7 @@ _LARGEST_JSON = 16 * 2**20  # bytes; a training curve is far below
 _MOST_WEIGHTS = 5 * 10**7  # a configuration that asks for more is not one of these small models
 
 
-class CheckpointError(ValueError):
+class CheckpointError(InputError):
     """A checkpoint that cannot be trusted; the message names the file, what is wrong, and what to do."""
 
 

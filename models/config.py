@@ -13,6 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Scheme = Literal["rotary2d", "rotary", "none"]
 
 
+class InputError(ValueError):
+    """Bad input. The message is one line: the thing, the value it has, and the remedy."""
+
+
 class Frozen(BaseModel):
     """A frozen record that refuses unknown fields and non-finite numbers."""
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from models.config import AdderConfig, AttentionConfig, Frozen
+from models.config import AdderConfig, AttentionConfig, Frozen, InputError
 
 
 class Recipe(Frozen):
@@ -88,3 +88,18 @@ RECIPES: dict[str, Recipe] = {
         ),
     )
 }
+
+
+def named_recipe(name: str, steps: int | None = None) -> Recipe:
+    """The recipe of this name, with another number of steps if given (the schedule stretches with it).
+
+    Raises:
+        InputError: no such recipe, or ``steps`` below 1.
+    """
+    if name not in RECIPES:
+        raise InputError(f"no recipe is called {name[:60]!r}; `leaksum recipes` lists them")
+    if steps is None:
+        return RECIPES[name]
+    if steps < 1:
+        raise InputError(f"steps must be at least 1, got {steps}")
+    return RECIPES[name].model_copy(update={"steps": steps})

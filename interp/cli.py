@@ -1,0 +1,429 @@
+"""The command ``leaksum``. Imports of torch and the models wait until a command needs them."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from interp.interventions import Intervention
+    from models.addition import Problem
+    from models.transformer import HookedAdder
+
+app = typer.Typer(
+    name="leaksum",
+    help="Why a transformer fails on inputs longer than it was trained on, and the proof.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+# Interventions are written as flags of their own (`--far`, `--window 4`) and are applied in the order given, so they
+# become one repeated option before parsing. True where a value follows.
+INTERVENTION_FLAGS = {"far": False, "window": True, "sink-boost": True, "random-control": False}
+
+Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="Directory of a checkpoint.", show_default=False)]
+Digits = Annotated[str, typer.Option(help="Digits of the longer operand.")]
+Problems = Annotated[int, typer.Option(help="Random problems at each length.")]
+ProblemsFrom = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Take the problems from a file, one 'a + b' a line.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of the problems.", min=0)]
+Threads = Annotated[int | None, typer.Option(help="CPU threads (default: torch's own choice).", min=1)]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
+
+
+@app.command()
+def recipes(as_json: AsJson = False) -> None:
+    """List the training recipes."""
+    from models.recipes import RECIPES
+
+    rows = [{"name": r.name, "steps": r.steps, "batch": r.batch, "about": r.about} for r in RECIPES.values()]
+    _emit({"recipes": rows}, as_json, lambda console: _table(console, rows))
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe that `leaksum recipes` lists.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Directory of the checkpoint.", show_default=False)],
+    steps: Annotated[int | None, typer.Option(help="Train for so many steps (default: the recipe's).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run in --out.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of weights and problems.", min=0)] = 0,
+    threads: Annotated[int, typer.Option(help="CPU threads; results depend on it by rounding.", min=1)] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Train a recipe. Resumable after a kill at any moment, to the same weights."""
+    from models.recipes import named_recipe
+
+    chosen = named_recipe(recipe, steps)
+    _use_threads(threads)
+    from models.checkpoint import load_record
+    from models.training import Trainer
+
+    with _progress(chosen.steps, recipe) as tell:
+        trainer = Trainer(
+            chosen,
+            seed,
+            out,
+            resume=resume,
+            progress=lambda step, loss, exact: tell(step, f"loss {loss:.4f}, exact in distribution {exact:.3f}"),
+        )
+        trainer.run()
+    record = load_record(out)
+    last = record.curve[-1]
+    row = {
+        "checkpoint": str(out),
+        "recipe": recipe,
+        "seed": seed,
+        "steps": record.step,
+        "loss": last.loss,
+        "exact": last.exact,
+        "seconds": record.seconds,
+    }
+    _emit(row, as_json, lambda console: _table(console, [row]))
+
+
+@app.command()
+def score(
+    checkpoint: Checkpoint,
+    digits: Digits = "100",
+    problems: Problems = 50,
+    problems_from: ProblemsFrom = None,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score every decision on its own, given the correct answer so far."""
+    _score(checkpoint, digits, problems, problems_from, [], (), (), seed, threads, as_json)
+
+
+@app.command()
+def ablate(
+    checkpoint: Checkpoint,
+    intervention: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[=VALUE]",
+            help="Repeatable, applied in order; or as flags of their own: "
+            + ", ".join(f"--{name}{' VALUE' if value else ''}" for name, value in INTERVENTION_FLAGS.items()),
+        ),
+    ] = None,
+    head: Annotated[list[str] | None, typer.Option(metavar="L.H", help="Only in this head; repeatable.")] = None,
+    except_head: Annotated[list[str] | None, typer.Option(metavar="L.H", help="Not in this head; repeatable.")] = None,
+    digits: Digits = "100",
+    problems: Problems = 50,
+    problems_from: ProblemsFrom = None,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """The score under interventions: hooks on the saved checkpoint."""
+    from models.config import InputError
+
+    if not intervention:
+        flags = ", ".join(f"--{name}" for name in INTERVENTION_FLAGS)
+        raise InputError(f"ablate needs an intervention, got none; give at least one of {flags}")
+    _score(
+        checkpoint, digits, problems, problems_from, intervention, head or (), except_head or (), seed, threads, as_json
+    )
+
+
+@app.command()
+def reach(
+    checkpoint: Checkpoint,
+    digits: Digits = "10,20,40,100,200",
+    problems: Problems = 50,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Exact match against length, with 95% intervals."""
+    lengths = _lengths(digits)
+    _use_threads(threads)
+    from interp import decisions
+    from interp.passes import describe_run
+
+    model = _load(checkpoint)
+    drawn = model.task.evaluation_problems(max(lengths), problems, seed)
+    with _progress(problems * len(lengths), "reach") as tell:
+        found = decisions.reach(model, lengths, problems, seed=seed, progress=lambda done: tell(done, ""))
+    rows = found.to_json()
+    payload = {"checkpoint": str(checkpoint), "reach": rows, "run": describe_run(model, drawn, seed)}
+    _emit(payload, as_json, lambda console: _table(console, rows))
+
+
+@app.command()
+def diagnose(
+    checkpoint: Checkpoint,
+    digits: Digits = "100",
+    problems: Problems = 50,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which failure, which heads, and the proof."""
+    (length,) = _lengths(digits, one=True)
+    _use_threads(threads)
+    from interp import diagnosis
+
+    model = _load(checkpoint)
+    with _status() as tell:
+        found = diagnosis.diagnose(model, length, problems, seed=seed, progress=tell)
+    _emit({"checkpoint": str(checkpoint), **found.to_json()}, as_json, lambda console: _print_diagnosis(console, found))
+
+
+def _score(
+    checkpoint: Path,
+    digits: str,
+    problems: int,
+    problems_from: Path | None,
+    names: Sequence[str],
+    heads: Sequence[str],
+    except_heads: Sequence[str],
+    seed: int,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    (length,) = _lengths(digits, one=True)
+    _use_threads(threads)
+    from interp import decisions
+
+    model = _load(checkpoint)
+    interventions = _interventions(names, heads, except_heads, seed)
+    drawn = _problems(model, length, problems, problems_from, seed)
+    with _progress(len(drawn), "scoring") as tell:
+        found = decisions.score(model, drawn, interventions, seed=seed, progress=lambda done: tell(done, ""))
+    payload: dict[str, Any] = {"checkpoint": str(checkpoint), "digits": None if problems_from else length}
+    if interventions:
+        payload["interventions"] = [i.name for i in interventions]
+    payload |= found.to_json()
+    _emit(payload, as_json, lambda console: _print_score(console, payload))
+
+
+# From text to values
+
+
+def _lengths(text: str, one: bool = False) -> list[int]:
+    from models.config import InputError
+
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) >= 1 for part in parts):
+        raise InputError(f"digits must be whole numbers from 1 up, separated by commas, got {text[:60]!r}")
+    if one and len(parts) > 1:
+        raise InputError(f"this command takes one number of digits, got {text[:60]!r}; `leaksum reach` takes several")
+    return [int(part) for part in parts]
+
+
+def _load(checkpoint: Path) -> HookedAdder:
+    from models.checkpoint import load_checkpoint
+
+    return load_checkpoint(checkpoint)
+
+
+def _problems(model: HookedAdder, digits: int, n: int, path: Path | None, seed: int) -> list[Problem]:
+    from models.addition import read_problems
+
+    return read_problems(path) if path else model.task.evaluation_problems(digits, n, seed)
+
+
+def _interventions(
+    names: Sequence[str], heads: Sequence[str], except_heads: Sequence[str], seed: int
+) -> list[Intervention]:
+    from interp.interventions import Scope, parse_head, parse_intervention
+
+    scope = Scope(frozenset(map(parse_head, heads)), frozenset(map(parse_head, except_heads)))
+    return [parse_intervention(name, scope, seed) for name in names]
+
+
+def _use_threads(threads: int | None) -> None:
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+# Output
+
+
+def _emit(payload: dict[str, Any], as_json: bool, show: Callable[[Console], None]) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(_plain(payload), allow_nan=False) + "\n")
+    else:
+        from rich.console import Console
+
+        show(Console(highlight=False))
+
+
+def _plain(value: Any) -> Any:
+    """JSON as INTERFACE has it: infinities as "inf" and "-inf", what does not apply (NaN) as null."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        if math.isnan(value):
+            return None
+        return value if math.isfinite(value) else ("inf" if value > 0 else "-inf")
+    return value
+
+
+def _table(console: Console, rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name, value in rows[0].items():
+        table.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
+    for row in rows:
+        table.add_row(*(_text(value) for value in row.values()))
+    console.print(table)
+
+
+def _text(value: Any) -> str:
+    from rich.markup import escape
+
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "-" if value is None else escape(str(value))
+
+
+def _print_score(console: Console, payload: dict[str, Any]) -> None:
+    names = payload.get("interventions")
+    console.print(f"{payload['checkpoint']}{' under ' + ', then '.join(names) if names else ''}", markup=False)
+    console.print(
+        f"exact {payload['exact']:.3f} of {payload['problems']} problems "
+        f"(95% interval {payload['exact_low']:.3f} to {payload['exact_high']:.3f}); "
+        f"{payload['wrong']} of {payload['decisions']} decisions wrong"
+    )
+    if payload["first_wrong_column"] is not None:
+        console.print(f"first wrong column: {payload['first_wrong_column']} (0 is the least significant)")
+    rows = [{"state": name, **counts} for name, counts in payload["by_state"].items()]
+    _table(console, [*rows, {"state": "eos", **payload["eos"]}])
+
+
+def _print_diagnosis(console: Console, found: Any) -> None:
+    verdict = found.verdict
+    status = "" if verdict.cause in ("none", "unexplained") else ", proved" if verdict.proved else ", not proved"
+    console.print(f"verdict at {found.digits} digits: {verdict.cause}{status}", style="bold")
+    for line in verdict.evidence:
+        console.print(f"  {line}", markup=False)
+    console.print()
+    _table(console, found.reach.to_json())
+    if found.trials:
+        console.print()
+        rows = [
+            {"intervention": t.name, "wrong": t.wrong, "exact": t.exact, "repaired": t.repaired, "broken": t.broken}
+            for t in found.trials
+        ]
+        _table(
+            console,
+            [
+                {
+                    "intervention": "(none)",
+                    "wrong": found.score.n_wrong,
+                    "exact": found.score.exact,
+                    "repaired": None,
+                    "broken": None,
+                },
+                *rows,
+            ],
+        )
+
+
+@contextmanager
+def _progress(total: int, what: str) -> Iterator[Callable[[int, str], None]]:
+    """A progress bar on standard error; nothing when that is not a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(what, total=total, note="")
+        yield lambda done, note: bar.update(task, completed=done, note=note)
+
+
+@contextmanager
+def _status() -> Iterator[Callable[[str], None]]:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda what: None
+        return
+    with console.status("") as status:
+        yield status.update
+
+
+# Entry point
+
+
+def expand_flags(arguments: Sequence[str]) -> list[str]:
+    """``--far`` and ``--window 4`` as ``--intervention far`` and ``--intervention window=4``, in their places."""
+    out: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or name not in INTERVENTION_FLAGS:
+            out.append(argument)
+            continue
+        if INTERVENTION_FLAGS[name] and not equals:
+            value = next(rest, "")
+        out += ["--intervention", f"{name}={value}" if INTERVENTION_FLAGS[name] or equals else name]
+    return out
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line. Exit status: 0 done, 2 bad input (one line on standard error), 130 interrupted."""
+    usage_error: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["ablate"]:
+        arguments = expand_flags(arguments)
+    try:
+        status = app(arguments, standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted", 130)
+    except usage_error as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            typer.echo(error.format_message())
+            sys.exit(2)
+        _fail(error.format_message(), 2)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+    except OSError as error:
+        _fail(
+            f"{error.filename or 'a file'}: {error.strerror or error}; check the path, the rights and the space left", 2
+        )
+    except ValueError as error:
+        from models.config import InputError
+
+        if not isinstance(error, InputError):
+            raise
+        _fail(str(error), 2)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str, status: int) -> None:
+    line = "".join(c if c.isprintable() else " " for c in " ".join(message.split()))
+    sys.stderr.write(f"leaksum: {line}\n")
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

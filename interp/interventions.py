@@ -1,0 +1,229 @@
+"""Edits of a forward pass that test an explanation: named, composable sets of hooks on a saved checkpoint.
+
+=================  ==================================================================================================
+name               what it does, in the heads in scope
+=================  ==================================================================================================
+far                removes every far key (:mod:`interp.partition`): its score becomes -inf, the rest renormalises
+window=W           removes every key further than W, in the scheme's unit, separators included
+sink-boost=X       adds X to the sink's score; ``log``: log(n / n_train), ``2log``: twice that, n being the keys that
+                   the query can see and n_train the most that a query saw in training; never below 0
+random-control     removes as many random keys per query as ``far`` would, targets of any lookup spared
+=================  ==================================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from transformer_lens.hook_points import HookPoint
+
+from interp.partition import Partition
+from models.addition import Batch, generator
+from models.config import InputError
+from models.transformer import HookedAdder
+
+Hook = tuple[str, Callable[..., Any]]
+Head = tuple[int, int]
+
+
+class InterventionError(InputError):
+    """An intervention that does not exist or does not apply to this model; says what to do."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The heads an intervention acts in: ``only`` these (all when empty), less ``without``."""
+
+    only: frozenset[Head] = frozenset()
+    without: frozenset[Head] = frozenset()
+
+    def mask(self, model: HookedAdder) -> Bool[Tensor, "layer head"]:
+        """True in scope.
+
+        Raises:
+            InterventionError: a head that the model does not have.
+        """
+        layers, heads = model.cfg.n_layers, model.cfg.n_heads
+        for layer, head in self.only | self.without:
+            if not (0 <= layer < layers and 0 <= head < heads):
+                raise InterventionError(f"head {layer}.{head} does not exist: {layers} layers of {heads} heads")
+        mask = torch.full((layers, heads), not self.only)
+        for layer, head in self.only:
+            mask[layer, head] = True
+        for layer, head in self.without:
+            mask[layer, head] = False
+        return mask
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """One edit. ``kind`` and ``value`` are the two sides of its name (``window=4``)."""
+
+    kind: str
+    value: str | None = None
+    scope: Scope = field(default=Scope())
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.kind if self.value is None else f"{self.kind}={self.value}"
+
+
+def parse_head(text: str) -> Head:
+    """``"1.3"`` as layer 1, head 3.
+
+    Raises:
+        InterventionError: it is written otherwise.
+    """
+    layer, dot, head = text.partition(".")
+    if not dot or not all(part.isascii() and part.isdigit() and len(part) < 4 for part in (layer, head)):
+        raise InterventionError(f"a head is written LAYER.HEAD, as in 1.3, got {text[:60]!r}")
+    return int(layer), int(head)
+
+
+def parse_intervention(name: str, scope: Scope | None = None, seed: int = 0) -> Intervention:
+    """``"far"``, ``"window=4"``, ``"sink-boost=log"`` ... as an :class:`Intervention`.
+
+    Raises:
+        InterventionError: unknown name, missing or bad value.
+    """
+    kind, _, text = name.partition("=")
+    if kind not in _KINDS:
+        raise InterventionError(f"no intervention is called {kind[:60]!r}; there are {', '.join(sorted(_KINDS))}")
+    value = text if "=" in name else None
+    _KINDS[kind].check(kind, value)
+    return Intervention(kind, value, scope or Scope(), seed)
+
+
+def hooks_for(model: HookedAdder, batch: Batch, interventions: Sequence[Intervention]) -> list[Hook]:
+    """The hooks of these interventions on one batch, in order.
+
+    Raises:
+        InterventionError: one does not apply to this model.
+    """
+    partition = Partition(model, batch)
+    hooks: list[Hook] = []
+    for intervention in interventions:
+        hooks += _KINDS[intervention.kind].hooks(model, partition, intervention)
+    return hooks
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a kind of intervention checks its value and makes its hooks."""
+
+    check: Callable[[str, str | None], object]
+    hooks: Callable[[HookedAdder, Partition, Intervention], list[Hook]]
+
+
+def _removal(removed: Callable[[Partition, Intervention, slice], Bool[Tensor, "batch query key"]]) -> Any:
+    """Hooks that set the scores of the keys that ``removed`` names to -inf, before the softmax."""
+
+    def hooks(model: HookedAdder, partition: Partition, intervention: Intervention) -> list[Hook]:
+        scope = intervention.scope.mask(model)
+        memo: dict[tuple[int, int], Tensor] = {}  # the same for all layers; one block of queries at a time
+
+        def remove(scores: Tensor, hook: HookPoint) -> Tensor:
+            queries = hook.ctx["query"]
+            key = (queries.start, queries.stop)
+            if key not in memo:
+                memo.clear()
+                memo[key] = removed(partition, intervention, queries)
+            return scores.masked_fill(memo[key][:, None] & scope[hook.layer()][None, :, None, None], -torch.inf)
+
+        return [(f"blocks.{layer}.attn.hook_attn_scores", remove) for layer in _layers(scope)]
+
+    return hooks
+
+
+def _far(partition: Partition, _: Intervention, queries: slice) -> Tensor:
+    return partition.far(queries)
+
+
+def _outside_window(partition: Partition, intervention: Intervention, queries: slice) -> Tensor:
+    return partition.distance(queries) > _window(intervention.kind, intervention.value)
+
+
+def _random_control(partition: Partition, intervention: Intervention, queries: slice) -> Tensor:
+    free = partition.visible(queries) & ~partition.targets(queries)
+    wanted = partition.far(queries).sum(-1, keepdim=True)
+    draws = np.ones(free.shape)
+    for i, tokens in enumerate(partition.batch.tokens):
+        own = tokens[partition.batch.mask[i]].numpy()
+        stream = f"random-control {zlib.crc32(own.tobytes())}"
+        for j in torch.nonzero(wanted[i, :, 0]).flatten().tolist():
+            draws[i, j, : len(own)] = generator(intervention.seed, stream, queries.start + j).random(len(own))
+    rank = torch.from_numpy(draws).masked_fill(~free, torch.inf).argsort(-1).argsort(-1)
+    return free & (rank < wanted)
+
+
+def _sink_boost(model: HookedAdder, partition: Partition, intervention: Intervention) -> list[Hook]:
+    if not model.config.attention.sink:
+        raise InterventionError("sink-boost needs a model with a sink, and this one has none; try window or far")
+    scope = intervention.scope.mask(model)
+    n_train = model.config.task.max_keys
+    seen = partition.batch.mask.cumsum(1)
+
+    def boost(sink: Tensor, hook: HookPoint) -> Tensor:
+        here = scope[hook.layer()][None, :, None]
+        return sink + here * _boost(intervention, seen[:, hook.ctx["query"]], n_train)[:, None, :].to(sink.dtype)
+
+    return [(f"blocks.{layer}.attn.hook_sink_scores", boost) for layer in _layers(scope)]
+
+
+def _boost(intervention: Intervention, seen: Tensor, n_train: int) -> Float[Tensor, "batch query"]:
+    value = intervention.value
+    if value in ("log", "2log"):
+        return (2 if value == "2log" else 1) * (seen / n_train).log().clamp(min=0)
+    return torch.full(seen.shape, _number(intervention.kind, value))
+
+
+def _layers(scope: Bool[Tensor, "layer head"]) -> Iterable[int]:
+    return torch.nonzero(scope.any(1)).flatten().tolist()
+
+
+def _no_value(kind: str, value: str | None) -> None:
+    if value is not None:
+        raise InterventionError(f"{kind} takes no value, got {value[:60]!r}")
+
+
+def _window(kind: str, value: str | None) -> int:
+    if value is None or not value.isascii() or not value.isdigit() or int(value[:9]) < 1:
+        raise InterventionError(f"{kind} must be at least 1, a whole number of columns or tokens, got {_shown(value)}")
+    return int(value[:9])
+
+
+def _number(kind: str, value: str | None) -> float:
+    try:
+        number = float(value or "")
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise InterventionError(f"{kind} must be a finite number, 'log' or '2log', got {_shown(value)}")
+    return number
+
+
+def _boost_value(kind: str, value: str | None) -> None:
+    if value not in ("log", "2log"):
+        _number(kind, value)
+
+
+def _shown(value: str | None) -> str:
+    return "nothing" if value is None else repr(value[:60])
+
+
+_KINDS: dict[str, _Kind] = {
+    "far": _Kind(_no_value, _removal(_far)),
+    "window": _Kind(_window, _removal(_outside_window)),
+    "sink-boost": _Kind(_boost_value, _sink_boost),
+    "random-control": _Kind(_no_value, _removal(_random_control)),
+}
+NAMES = tuple(_KINDS)

@@ -1,0 +1,50 @@
+"""Who a key is to a query: visible, a separator, far, one of its targets.
+
+**Far** is beyond the largest distance that training showed, in the position scheme's own unit: columns for rotary 2D,
+tokens for plain rotary and none. Separators are a class of their own.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from models.addition import Batch
+from models.positions import coordinates
+from models.transformer import HookedAdder
+
+
+class Partition:
+    """The classes of keys in one batch, for a block of queries at a time. All are bool ``[batch, query, key]``."""
+
+    def __init__(self, model: HookedAdder, batch: Batch):
+        vocab = model.task.vocabulary
+        self.batch = batch
+        self.scheme = model.scheme
+        self.trained_distance = model.config.trained_distance
+        self.at = coordinates(
+            batch.tokens, batch.mask, (vocab.plus, vocab.equals), model.config.attention.separator_column
+        )
+        self.separator: Bool[Tensor, "batch key"] = (batch.tokens == vocab.plus) | (batch.tokens == vocab.equals)
+
+    def visible(self, queries: slice) -> Bool[Tensor, "batch query key"]:
+        """Keys at or before the query, padding aside; a padded query sees none."""
+        size = self.batch.tokens.shape[1]
+        causal = torch.arange(size) <= torch.arange(size)[queries, None]
+        return causal & self.batch.mask[:, None, :] & self.batch.mask[:, queries, None]
+
+    def distance(self, queries: slice) -> Int[Tensor, "batch query key"]:
+        """How far each key is, in the scheme's unit."""
+        return self.scheme.distance(self.at.at(queries), self.at)
+
+    def far(self, queries: slice) -> Bool[Tensor, "batch query key"]:
+        """Visible keys beyond the trained distance, separators aside."""
+        return self.visible(queries) & (self.distance(queries) > self.trained_distance) & ~self.separator[:, None, :]
+
+    def targets(self, queries: slice) -> Bool[Tensor, "batch query key"]:
+        """Keys that some lookup of the query is after."""
+        size = self.batch.tokens.shape[1]
+        sets = torch.cat([lookup.targets[:, queries] for lookup in self.batch.lookups.values()], dim=-1)
+        hit = torch.zeros(*sets.shape[:2], size + 1, dtype=torch.bool)
+        return hit.scatter(2, torch.where(sets < 0, size, sets), True)[..., :size]
