@@ -65,7 +65,7 @@ RECIPES: dict[str, Recipe] = {
             "1digit-rotary2d",
             "rotation by row and column, decay .3 per column, sink: dilutes beyond its training lengths",
             AttentionConfig(scheme="rotary2d", decay=0.3),
-            steps=1000,
+            steps=2500,
         ),
         _one_digit(
             "1digit-rotary2d-pressure",
