@@ -160,7 +160,8 @@ def _random_control(partition: Partition, intervention: Intervention, queries: s
         own = tokens[partition.batch.mask[i]].numpy()
         stream = f"random-control {zlib.crc32(own.tobytes())}"
         for j in torch.nonzero(wanted[i, :, 0]).flatten().tolist():
-            draws[i, j, : len(own)] = generator(intervention.seed, stream, queries.start + j).random(len(own))
+            query = queries.start + j
+            draws[i, j, : query + 1] = generator(intervention.seed, stream, query).random(query + 1)
     rank = torch.from_numpy(draws).masked_fill(~free, torch.inf).argsort(-1).argsort(-1)
     return free & (rank < wanted)
 

@@ -16,7 +16,10 @@ from models.transformer import HookedAdder
 
 
 class Partition:
-    """The classes of keys in one batch, for a block of queries at a time. All are bool ``[batch, query, key]``."""
+    """The classes of keys in one batch, for a block of queries at a time.
+
+    All are bool ``[batch, query, key]``; the key axis ends with the block's last query, as in the model's hooks.
+    """
 
     def __init__(self, model: HookedAdder, batch: Batch):
         vocab = model.task.vocabulary
@@ -30,21 +33,21 @@ class Partition:
 
     def visible(self, queries: slice) -> Bool[Tensor, "batch query key"]:
         """Keys at or before the query, padding aside; a padded query sees none."""
-        size = self.batch.tokens.shape[1]
-        causal = torch.arange(size) <= torch.arange(size)[queries, None]
-        return causal & self.batch.mask[:, None, :] & self.batch.mask[:, queries, None]
+        causal = torch.arange(queries.stop) <= torch.arange(queries.start, queries.stop)[:, None]
+        return causal & self.batch.mask[:, None, : queries.stop] & self.batch.mask[:, queries, None]
 
     def distance(self, queries: slice) -> Int[Tensor, "batch query key"]:
         """How far each key is, in the scheme's unit."""
-        return self.scheme.distance(self.at.at(queries), self.at)
+        return self.scheme.distance(self.at.at(queries), self.at.at(slice(0, queries.stop)))
 
     def far(self, queries: slice) -> Bool[Tensor, "batch query key"]:
         """Visible keys beyond the trained distance, separators aside."""
-        return self.visible(queries) & (self.distance(queries) > self.trained_distance) & ~self.separator[:, None, :]
+        beyond = self.distance(queries) > self.trained_distance
+        return self.visible(queries) & beyond & ~self.separator[:, None, : queries.stop]
 
     def targets(self, queries: slice) -> Bool[Tensor, "batch query key"]:
         """Keys that some lookup of the query is after."""
-        size = self.batch.tokens.shape[1]
+        size = queries.stop
         sets = torch.cat([lookup.targets[:, queries] for lookup in self.batch.lookups.values()], dim=-1)
         hit = torch.zeros(*sets.shape[:2], size + 1, dtype=torch.bool)
         return hit.scatter(2, torch.where(sets < 0, size, sets), True)[..., :size]

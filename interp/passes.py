@@ -20,10 +20,9 @@ from models.transformer import HookedAdder
 
 Progress = Callable[[int], None]
 
-_BUDGET = 256 * 2**20  # bytes of score-sized tensors held at once
-_COPIES = 6  # score-sized float32 tensors alive at the peak of attention
-_BATCHES = (128, 64, 32, 16, 8, 4, 2, 1)
-_BLOCKS = (4096, 2048, 1024, 512, 256, 128, 64, 32)
+_SCORE_BYTES = 3 * 2**19  # a block of scores that stays in a core's cache; larger ones are several times slower
+_BATCHES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
+_BLOCK = 64  # queries
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Plan:
 
 
 def plan_for(model: HookedAdder, problems: Sequence[Problem]) -> Plan:
-    """The largest step of the ladder whose score-sized tensors stay within the budget.
+    """The largest batch of the ladder whose block of scores stays in the cache.
 
     Raises:
         ProblemError: there is no problem.
@@ -43,14 +42,10 @@ def plan_for(model: HookedAdder, problems: Sequence[Problem]) -> Plan:
     if not problems:
         raise ProblemError("there is no problem to run; give at least one")
     tokens = model.task.encode([max(problems, key=_size)]).tokens.shape[1]
-    row = model.cfg.n_heads * tokens * 4 * _COPIES
-    for batch in _BATCHES:
-        if batch < 2 * len(problems) and batch * tokens * row <= _BUDGET:
-            return Plan(batch, None)
-    for block in _BLOCKS:
-        if block * row <= _BUDGET:
-            return Plan(1, block)
-    return Plan(1, _BLOCKS[-1])
+    block = _BLOCK if tokens > _BLOCK * 3 // 2 else None
+    per_problem = model.cfg.n_heads * (block or tokens) * tokens * 4
+    fitting = (b for b in _BATCHES if b < 2 * len(problems) and b * per_problem <= _SCORE_BYTES)
+    return Plan(next(fitting, 1), block)
 
 
 def _size(problem: Problem) -> int:

@@ -1,8 +1,10 @@
 """Attention with a sink, as a block of hooks.
 
 Hook names and shapes are HookedTransformer's. Scores are masked before ``hook_attn_scores`` and, when something is
-hooked there, again after it: no edit can open the future or the padding. ``hook.ctx["query"]`` names the slice of
-queries that a score, sink or pattern hook is looking at; it is the whole sequence unless the model runs blockwise.
+hooked there, again after it: no edit can open the future or the padding.
+
+``hook.ctx["query"]`` names the slice of queries that a score, sink or pattern hook is looking at, the whole sequence
+unless the model runs blockwise. The key axis then ends with the block's last query: no later key can matter to it.
 """
 
 from __future__ import annotations
@@ -70,16 +72,17 @@ class Geometry:
             self.cos, self.sin = angles.cos(), angles.sin()
 
     def blocks(self) -> Iterator[tuple[slice, Bool[Tensor, "batch 1 query key"], Tensor | None]]:
-        """Per block of queries: its slice, which keys it may see, and the factor on its scores.
+        """Per block of queries: its slice, which keys up to its last query are hidden, and the factor on its scores.
 
         A padded query sees nothing, so that what stands at the padding changes no score and no sum.
         """
         for first in range(self.start, self.stop, self.step):
             queries = slice(first, min(first + self.step, self.stop))
             if self._last is None or self._last[0] != queries:
-                causal = torch.arange(self.stop) <= torch.arange(queries.start, queries.stop)[:, None]
-                allowed = causal & self.mask[:, None, :] & self.mask[:, queries, None]
-                factor = self.scheme.factor(self.at.at(queries), self.at)
+                keys = slice(0, queries.stop)
+                causal = torch.arange(queries.stop) <= torch.arange(queries.start, queries.stop)[:, None]
+                allowed = causal & self.mask[:, None, keys] & self.mask[:, queries, None]
+                factor = self.scheme.factor(self.at.at(queries), self.at.at(keys))
                 self._last = (
                     queries,
                     ~allowed[:, None],
@@ -142,14 +145,14 @@ class Attention(nn.Module):
         parts = []
         for queries, hidden, factor in geometry.blocks():
             here = slice(queries.start - geometry.start, queries.stop - geometry.start)
-            scores = q[:, :, here] @ k
+            scores = q[:, :, here] @ k[..., : queries.stop]
             if factor is not None:
                 scores = scores * factor
-            scores = self._hooked_scores(scores.masked_fill(hidden, -torch.inf), hidden, queries)
+            scores = self._hooked_scores(scores.masked_fill_(hidden, -torch.inf), hidden, queries)
             sink = self._sink_scores(scores, sink_boost, queries)
             self.hook_pattern.ctx["query"] = queries
             pattern = self.hook_pattern(softmax(scores, sink))
-            parts.append(pattern.to(v.dtype) @ v)
+            parts.append(pattern.to(v.dtype) @ v[:, :, : queries.stop])
         z = self.hook_z(rearrange(torch.cat(parts, dim=2), "batch head pos d_head -> batch pos head d_head"))
 
         if self.use_attn_result or self.hook_result._forward_hooks:
