@@ -30,6 +30,8 @@ from models.addition import Batch, generator
 from models.config import InputError
 from models.transformer import HookedAdder
 
+_MEMO_BYTES = 2**26  # of masks kept between layers
+
 Hook = tuple[str, Callable[..., Any]]
 Head = tuple[int, int]
 
@@ -129,13 +131,14 @@ def _removal(removed: Callable[[Partition, Intervention, slice], Bool[Tensor, "b
 
     def hooks(model: HookedAdder, partition: Partition, intervention: Intervention) -> list[Hook]:
         scope = intervention.scope.mask(model)
-        memo: dict[tuple[int, int], Tensor] = {}  # the same for all layers; one block of queries at a time
+        memo: dict[tuple[int, int], Tensor] = {}  # the same for all layers
 
         def remove(scores: Tensor, hook: HookPoint) -> Tensor:
             queries = hook.ctx["query"]
             key = (queries.start, queries.stop)
             if key not in memo:
-                memo.clear()
+                if sum(mask.numel() for mask in memo.values()) > _MEMO_BYTES:
+                    memo.clear()
                 memo[key] = removed(partition, intervention, queries)
             return scores.masked_fill(memo[key][:, None] & scope[hook.layer()][None, :, None, None], -torch.inf)
 
@@ -162,8 +165,9 @@ def _random_control(partition: Partition, intervention: Intervention, queries: s
         for j in torch.nonzero(wanted[i, :, 0]).flatten().tolist():
             query = queries.start + j
             draws[i, j, : query + 1] = generator(intervention.seed, stream, query).random(query + 1)
-    rank = torch.from_numpy(draws).masked_fill(~free, torch.inf).argsort(-1).argsort(-1)
-    return free & (rank < wanted)
+    drawn = torch.from_numpy(draws).masked_fill(~free, torch.inf)
+    last = drawn.sort(-1).values.gather(-1, (wanted - 1).clamp(min=0))
+    return free & (wanted > 0) & (drawn <= last)
 
 
 def _sink_boost(model: HookedAdder, partition: Partition, intervention: Intervention) -> list[Hook]:
