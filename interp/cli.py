@@ -30,7 +30,14 @@ app = typer.Typer(
 
 # Interventions are written as flags of their own (`--far`, `--window 4`) and are applied in the order given, so they
 # become one repeated option before parsing. True where a value follows.
-INTERVENTION_FLAGS = {"far": False, "window": True, "sink-boost": True, "random-control": False}
+INTERVENTION_FLAGS = {
+    "far": False,
+    "window": True,
+    "sink-boost": True,
+    "far-zero": False,
+    "drop-best-far": False,
+    "random-control": False,
+}
 
 Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="Directory of a checkpoint.", show_default=False)]
 Digits = Annotated[str, typer.Option(help="Digits of the longer operand.")]

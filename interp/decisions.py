@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from interp.interventions import Intervention
-from interp.passes import Progress, describe_run, run_problems
+from interp.interventions import Edit
+from interp.passes import Progress, after, describe_run, run_problems
 from models.addition import STATES, Problem
 from models.transformer import HookedAdder
 
@@ -142,7 +142,7 @@ class Score:
 def score(
     model: HookedAdder,
     problems: Sequence[Problem],
-    interventions: Sequence[Intervention] = (),
+    interventions: Sequence[Edit] = (),
     *,
     seed: int | None = None,
     progress: Progress = lambda done: None,
@@ -216,7 +216,7 @@ def reach(
     model: HookedAdder,
     digits: Sequence[int],
     problems: int = 50,
-    interventions: Sequence[Intervention] = (),
+    interventions: Sequence[Edit] = (),
     *,
     seed: int = 0,
     progress: Progress = lambda done: None,
@@ -226,9 +226,5 @@ def reach(
     for n in dict.fromkeys(digits):
         drawn = model.task.evaluation_problems(n, problems, seed)
         before = problems * len(scores)
-        scores[n] = score(model, drawn, interventions, seed=seed, progress=partial(_offset, progress, before))
+        scores[n] = score(model, drawn, interventions, seed=seed, progress=after(progress, before))
     return Reach(scores)
-
-
-def _offset(progress: Progress, before: int, done: int) -> None:
-    progress(before + done)

@@ -7,7 +7,11 @@ far                removes every far key (:mod:`interp.partition`): its score be
 window=W           removes every key further than W, in the scheme's unit, separators included
 sink-boost=X       adds X to the sink's score; ``log``: log(n / n_train), ``2log``: twice that, n being the keys that
                    the query can see and n_train the most that a query saw in training; never below 0
-random-control     removes as many random keys per query as ``far`` would, targets of any lookup spared
+far-zero           zeroes the weights of far keys after the softmax, without renormalising: what the crowd wrote is
+                   gone, the share it took is not given back
+drop-best-far=K    removes the K far keys with the highest scores, per head and query (1 if no K is given)
+random-control     removes as many random keys per query as ``far`` would, targets of any lookup spared; with ``=K``,
+                   at most K
 =================  ==================================================================================================
 """
 
@@ -17,7 +21,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +30,7 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from interp.partition import Partition
-from models.addition import Batch, generator
+from models.addition import LOOKUPS, Batch, generator
 from models.config import InputError
 from models.transformer import HookedAdder
 
@@ -65,9 +69,18 @@ class Scope:
         return mask
 
 
+class Edit(Protocol):
+    """Anything with a name that makes hooks: an :class:`Intervention`, or an edit built from measurements."""
+
+    @property
+    def name(self) -> str: ...
+
+    def hooks(self, model: HookedAdder, partition: Partition) -> list[Hook]: ...
+
+
 @dataclass(frozen=True)
 class Intervention:
-    """One edit. ``kind`` and ``value`` are the two sides of its name (``window=4``)."""
+    """One named edit. ``kind`` and ``value`` are the two sides of its name (``window=4``)."""
 
     kind: str
     value: str | None = None
@@ -77,6 +90,10 @@ class Intervention:
     @property
     def name(self) -> str:
         return self.kind if self.value is None else f"{self.kind}={self.value}"
+
+    def hooks(self, model: HookedAdder, partition: Partition) -> list[Hook]:
+        """Raises InterventionError if it does not apply to this model."""
+        return _KINDS[self.kind].hooks(model, partition, self)
 
 
 def parse_head(text: str) -> Head:
@@ -105,17 +122,14 @@ def parse_intervention(name: str, scope: Scope | None = None, seed: int = 0) -> 
     return Intervention(kind, value, scope or Scope(), seed)
 
 
-def hooks_for(model: HookedAdder, batch: Batch, interventions: Sequence[Intervention]) -> list[Hook]:
+def hooks_for(model: HookedAdder, batch: Batch, interventions: Sequence[Edit]) -> list[Hook]:
     """The hooks of these interventions on one batch, in order.
 
     Raises:
         InterventionError: one does not apply to this model.
     """
     partition = Partition(model, batch)
-    hooks: list[Hook] = []
-    for intervention in interventions:
-        hooks += _KINDS[intervention.kind].hooks(model, partition, intervention)
-    return hooks
+    return [hook for intervention in interventions for hook in intervention.hooks(model, partition)]
 
 
 @dataclass(frozen=True)
@@ -158,6 +172,8 @@ def _outside_window(partition: Partition, intervention: Intervention, queries: s
 def _random_control(partition: Partition, intervention: Intervention, queries: slice) -> Tensor:
     free = partition.visible(queries) & ~partition.targets(queries)
     wanted = partition.far(queries).sum(-1, keepdim=True)
+    if intervention.value is not None:
+        wanted = wanted.clamp(max=_count(intervention.kind, intervention.value))
     draws = np.ones(free.shape)
     for i, tokens in enumerate(partition.batch.tokens):
         own = tokens[partition.batch.mask[i]].numpy()
@@ -168,6 +184,61 @@ def _random_control(partition: Partition, intervention: Intervention, queries: s
     drawn = torch.from_numpy(draws).masked_fill(~free, torch.inf)
     last = drawn.sort(-1).values.gather(-1, (wanted - 1).clamp(min=0))
     return free & (wanted > 0) & (drawn <= last)
+
+
+def _drop_best_far(model: HookedAdder, partition: Partition, intervention: Intervention) -> list[Hook]:
+    scope = intervention.scope.mask(model)
+    number = _count(intervention.kind, intervention.value)
+
+    def drop(scores: Tensor, hook: HookPoint) -> Tensor:
+        far = partition.far(hook.ctx["query"])[:, None] & scope[hook.layer()][None, :, None, None]
+        rival = scores.masked_fill(~far, -torch.inf)
+        best = rival.topk(min(number, rival.shape[-1]), dim=-1)
+        keys = torch.where(torch.isneginf(best.values), rival.shape[-1], best.indices)
+        gone = torch.zeros(*rival.shape[:-1], rival.shape[-1] + 1, dtype=torch.bool).scatter_(-1, keys, True)
+        return scores.masked_fill(gone[..., :-1], -torch.inf)
+
+    return [(f"blocks.{layer}.attn.hook_attn_scores", drop) for layer in _layers(scope)]
+
+
+def _far_zero(model: HookedAdder, partition: Partition, intervention: Intervention) -> list[Hook]:
+    scope = intervention.scope.mask(model)
+
+    def zero(pattern: Tensor, hook: HookPoint) -> Tensor:
+        here = scope[hook.layer()][None, :, None, None]
+        return pattern.masked_fill(partition.far(hook.ctx["query"])[:, None] & here, 0.0)
+
+    return [(f"blocks.{layer}.attn.hook_pattern", zero) for layer in _layers(scope)]
+
+
+@dataclass(frozen=True)
+class RestoreRange:
+    """Brings scores back to the range that training showed, which is measured, not named.
+
+    ``ceiling`` ``[layer, head]``: far keys' scores are lowered to it where they exceed it. ``floor``
+    ``[layer, head, lookup]``: the scores of a lookup's targets are raised to it where they have fallen below.
+    Infinite entries change nothing.
+    """
+
+    ceiling: Float[Tensor, "layer head"]
+    floor: Float[Tensor, "layer head lookup"]
+    scope: Scope = field(default=Scope())
+    name: str = "restore-range"
+
+    def hooks(self, model: HookedAdder, partition: Partition) -> list[Hook]:
+        scope = self.scope.mask(model)
+
+        def restore(scores: Tensor, hook: HookPoint) -> Tensor:
+            queries, layer = hook.ctx["query"], hook.layer()
+            ceiling = torch.where(scope[layer], self.ceiling[layer], torch.inf)[None, :, None, None]
+            scores = torch.where(partition.far(queries)[:, None], scores.minimum(ceiling.to(scores.dtype)), scores)
+            for i, name in enumerate(LOOKUPS):
+                floor = torch.where(scope[layer], self.floor[layer, :, i], -torch.inf)[None, :, None, None]
+                hit = partition.target_set(name, queries)[:, None]
+                scores = torch.where(hit, scores.maximum(floor.to(scores.dtype)), scores)
+            return scores
+
+        return [(f"blocks.{layer}.attn.hook_attn_scores", restore) for layer in _layers(scope)]
 
 
 def _sink_boost(model: HookedAdder, partition: Partition, intervention: Intervention) -> list[Hook]:
@@ -206,6 +277,14 @@ def _window(kind: str, value: str | None) -> int:
     return int(value[:9])
 
 
+def _count(kind: str, value: str | None) -> int:
+    if value is None:
+        return 1
+    if not value.isascii() or not value.isdigit() or int(value[:9]) < 1:
+        raise InterventionError(f"{kind} takes a number of keys from 1 up, got {_shown(value)}")
+    return int(value[:9])
+
+
 def _number(kind: str, value: str | None) -> float:
     try:
         number = float(value or "")
@@ -229,6 +308,8 @@ _KINDS: dict[str, _Kind] = {
     "far": _Kind(_no_value, _removal(_far)),
     "window": _Kind(_window, _removal(_outside_window)),
     "sink-boost": _Kind(_boost_value, _sink_boost),
-    "random-control": _Kind(_no_value, _removal(_random_control)),
+    "far-zero": _Kind(_no_value, _far_zero),
+    "drop-best-far": _Kind(_count, _drop_best_far),
+    "random-control": _Kind(_count, _removal(_random_control)),
 }
 NAMES = tuple(_KINDS)

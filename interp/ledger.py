@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
-from interp.interventions import Intervention
+from interp.interventions import Edit
 from interp.leak import effective_number, leak_from_masses, log_slope, share_from_leak
 from interp.partition import Partition
 from interp.passes import Progress, run_problems
@@ -171,7 +171,7 @@ class Ledger:
 def build_ledger(
     model: HookedAdder,
     problems: Sequence[Problem],
-    interventions: Sequence[Intervention] = (),
+    interventions: Sequence[Edit] = (),
     *,
     source: Source = "scores",
     progress: Progress = lambda done: None,

@@ -47,7 +47,14 @@ class Partition:
 
     def targets(self, queries: slice) -> Bool[Tensor, "batch query key"]:
         """Keys that some lookup of the query is after."""
-        size = queries.stop
-        sets = torch.cat([lookup.targets[:, queries] for lookup in self.batch.lookups.values()], dim=-1)
-        hit = torch.zeros(*sets.shape[:2], size + 1, dtype=torch.bool)
-        return hit.scatter(2, torch.where(sets < 0, size, sets), True)[..., :size]
+        return self._marked([lookup.targets for lookup in self.batch.lookups.values()], queries)
+
+    def target_set(self, lookup: str, queries: slice) -> Bool[Tensor, "batch query key"]:
+        """Keys that this lookup of the query is after."""
+        return self._marked([self.batch.lookups[lookup].targets], queries)
+
+    @staticmethod
+    def _marked(sets: list[Tensor], queries: slice) -> Bool[Tensor, "batch query key"]:
+        keys = torch.cat([s[:, queries] for s in sets], dim=-1)
+        hit = torch.zeros(*keys.shape[:2], queries.stop + 1, dtype=torch.bool)
+        return hit.scatter_(2, torch.where(keys < 0, queries.stop, keys), True)[..., :-1]

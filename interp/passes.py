@@ -14,11 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interp.interventions import Intervention, hooks_for
+from interp.interventions import Edit, hooks_for
 from models.addition import Batch, Problem, ProblemError
 from models.transformer import HookedAdder
 
 Progress = Callable[[int], None]
+
+
+def after(progress: Progress, done: int) -> Progress:
+    """``progress`` for a part of some work, when ``done`` were done before it."""
+    return lambda more: progress(done + more)
+
 
 _SCORE_BYTES = 3 * 2**19  # a block of scores that stays in a core's cache; larger ones are several times slower
 _BATCHES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
@@ -65,7 +71,7 @@ class Step:
 def run_problems(
     model: HookedAdder,
     problems: Sequence[Problem],
-    interventions: Sequence[Intervention] = (),
+    interventions: Sequence[Edit] = (),
     extra_hooks: Callable[[Batch], list[tuple[str, Callable[..., Any]]]] | None = None,
     progress: Progress = lambda done: None,
 ) -> Iterator[Step]:
