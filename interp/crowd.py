@@ -2,8 +2,8 @@
 
 Removing far keys and zeroing their weights differ. Removing asks whether the target lost its *share* to the crowd;
 zeroing, whether the crowd *wrote* something harmful. Here the second is measured without an intervention: a head's
-output is the sum over keys of ``pattern * v W_O``, and the far keys' part of that sum is a vector whose direct effect on
-the logits can be read off, as in direct logit attribution (Elhage et al. 2021).
+output is the sum over keys of ``pattern * v W_O``, and the far keys' part of that sum is a vector whose direct effect
+on the logits can be read off, as in direct logit attribution (Elhage et al. 2021).
 """
 
 from __future__ import annotations
@@ -45,8 +45,14 @@ class CrowdOutput:
         import pandas as pd
 
         layer, head = np.indices(self.norm.shape)
-        columns = {"layer": layer, "head": head, "norm": self.norm, "output_norm": self.output_norm}
-        return pd.DataFrame({k: v.ravel() for k, v in {**columns, "margin": self.margin}.items()})
+        columns: dict[str, np.ndarray] = {
+            "layer": layer,
+            "head": head,
+            "norm": self.norm,
+            "output_norm": self.output_norm,
+            "margin": self.margin,
+        }
+        return pd.DataFrame({name: np.ravel(values) for name, values in columns.items()})
 
 
 def crowd_output(model: HookedAdder, problems: Sequence[Problem], interventions: Sequence[Edit] = ()) -> CrowdOutput:

@@ -1,35 +1,59 @@
 """Which failure it is, and the intervention that proves it.
 
-A diagnosis scores the decisions, applies interventions to the saved checkpoint, and asks of each how many of the wrong
-decisions it repairs. A cause is *proved* when the intervention it predicts repairs the failing decisions and a matched
-control (as many random keys removed per query) does not. The heads are found by the same test, head by head.
+A diagnosis sees the ledger and what interventions do, never the name of a position scheme. It scores the decisions,
+compares the ledger at a training length with the ledger at the failing length, and edits the saved checkpoint:
+
+=============  ========================================================  ==========================================
+cause          the edit that must repair the wrong decisions             what it says
+=============  ========================================================  ==========================================
+aliasing       drop-best-far=K: the few best far keys are removed        a few far keys score like a target
+drift          restore-range: far keys' scores are lowered to the        scores at untrained distances left the
+               highest that training showed a competitor, or targets'    range that training constrained
+               scores raised to what training showed
+dilution       far: all far keys are removed, while neither of the       every far key scores as in training, and
+               above repairs                                             there are too many of them
+starvation     the sink's score is lowered, while restoring the          the sink outweighs lookups whose own scores
+               targets' scores does not repair                           are as in training
+=============  ========================================================  ==========================================
+
+They are tried in this order, the more specific first. The cause is *proved* when its edit leaves under 1% of the wrong
+decisions and the matched control, as many random keys removed, leaves most of them. The heads are found by the same
+edit, in one head alone and in all but that head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from interp.decisions import Reach, Score, reach, score
-from interp.interventions import Head, Intervention, Scope, parse_intervention
-from models.addition import STATES, Problem
+from interp.interventions import Edit, Head, Intervention, RestoreRange, Scope
+from interp.leak import majority_gap
+from interp.ledger import CLASSES, Ledger, build_ledger
+from interp.roles import Roles, head_roles
+from models.addition import LOOKUPS, STATES, Problem
 from models.transformer import HookedAdder
 
 HEALTHY = 0.99  # share of problems exact from which there is no failure to explain (the study's own bar, C2)
-LEFT_WRONG = 0.01  # of the wrong decisions, the share that may stay wrong under the predicted intervention
-CONTROL_LEAVES = 0.5  # and the share that must be wrong under its matched control
-HEAD_MATTERS = 0.1  # share of the wrong decisions repaired in one head alone from which that head is named
+LEFT_WRONG = 0.01  # of the wrong decisions, the share that may stay wrong under the proving edit
+CONTROL_LEAVES = 0.5  # and the share that must be wrong under the matched control
+FEW_KEYS = 4  # far keys that aliasing may be about: one per row, or a few periods of a rotation
+CROWD = 4  # how many times FEW_KEYS a query's far keys must be before dropping few of them tells few from many
+SINK_STEPS = (1, 2, 4, 8, 16)  # by how much the sink is lowered in search of starvation, the smallest that repairs
+HEAD_MATTERS = 0.1  # share of the wrong decisions that an edit must repair in one head, or miss without it
+LEDGER_LINES = 2  # lookups shown of the head that matters most: those whose target lost most
+HEAD_PROBLEMS = 16  # failing problems that the head-by-head test runs on
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one intervention did to the decisions: how many are wrong under it, and how many wrong ones it repaired."""
+    """What one edit did: how many decisions are wrong under it, wrong ones it repaired, right ones it broke."""
 
     name: str
-    scope: Head | None
     wrong: int
     exact: float
     repaired: int
@@ -37,8 +61,22 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class HeadTrial:
+    """The proving edit in one head alone (``repaired_alone``, a share of the wrong decisions) and in all but that head
+    (``left_without``, the share that is then still wrong)."""
+
+    head: Head
+    repaired_alone: float
+    left_without: float
+
+    @property
+    def matters(self) -> bool:
+        return self.repaired_alone >= HEAD_MATTERS or self.left_without >= HEAD_MATTERS
+
+
+@dataclass(frozen=True)
 class Verdict:
-    """The cause, the heads it acts in, the evidence in numbers, and the intervention that proves it."""
+    """The cause, the heads it acts in, the evidence in numbers, and the edit that proves it."""
 
     cause: str
     heads: tuple[Head, ...]
@@ -49,27 +87,38 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything ``leaksum diagnose`` says of one checkpoint at one length."""
+    """Everything ``leaksum diagnose`` says of one checkpoint at one length.
+
+    ``trained`` and ``longer`` are the ledgers at the longest training length and at ``digits``.
+    """
 
     digits: int
     score: Score
     reach: Reach
+    trained: Ledger
+    longer: Ledger
+    roles: Roles
     trials: tuple[Trial, ...]
-    head_trials: tuple[Trial, ...]
+    head_trials: tuple[HeadTrial, ...]
     verdict: Verdict
 
     def to_json(self) -> dict[str, Any]:
         """The keys of ``leaksum diagnose``, less the checkpoint."""
-        wrong = max(self.score.n_wrong, 1)
+        by_head = {t.head: t for t in self.head_trials}
+        heads = []
+        for row in self.roles.to_json():
+            trial = by_head.get((row["layer"], row["head"]))
+            causal = {
+                "repaired_alone": trial.repaired_alone if trial else None,
+                "left_without": trial.left_without if trial else None,
+                "decides": trial.matters if trial else False,
+            }
+            heads.append({**row, **causal})
         return {
             "digits": self.digits,
             "score": {k: v for k, v in self.score.to_json().items() if k != "run"},
             "reach": self.reach.to_json(),
-            "heads": [
-                {"layer": t.scope[0], "head": t.scope[1], "intervention": t.name, "repaired": t.repaired / wrong}
-                for t in self.head_trials
-                if t.scope is not None
-            ],
+            "heads": heads,
             "interventions": [
                 {"name": t.name, "wrong": t.wrong, "exact": t.exact, "repaired": t.repaired, "broken": t.broken}
                 for t in self.trials
@@ -91,7 +140,7 @@ def diagnose(
     problems: int = 50,
     *,
     seed: int = 0,
-    progress: Any = lambda what: None,
+    progress: Callable[[str], object] = lambda what: None,
 ) -> Diagnosis:
     """Say why the model fails at ``digits`` digits, and prove it by interventions.
 
@@ -105,74 +154,185 @@ def diagnose(
     drawn = model.task.evaluation_problems(digits, problems, seed)
     progress(f"scoring {problems} problems of {digits} digits")
     base = score(model, drawn, seed=seed)
-    lengths = sorted({n for n in (model.config.task.max_digits, digits // 4, digits // 2) if 1 <= n < digits})
-    progress("reach at shorter lengths")
+    within = model.config.task.max_digits
+    lengths = sorted({n for n in (within, digits // 4, digits // 2) if 1 <= n < digits})
+    progress("scoring shorter problems")
     curve = Reach({**reach(model, lengths, problems, seed=seed).scores, digits: base})
-    if base.exact >= HEALTHY:
-        healthy = (_share(base, "problems exact"), f"{base.n_wrong} of {base.decisions} decisions wrong")
-        return Diagnosis(digits, base, curve, (), (), Verdict("none", (), healthy, None, True))
-
-    failing = np.flatnonzero(~base.problem_exact)
-    names = ["far", "random-control", f"window={model.config.trained_distance}"]
-    if model.config.attention.sink:
-        names += ["sink-boost=log", "sink-boost=2log"]
-    trials = []
-    for name in names:
-        progress(f"under {name}")
-        trials.append(_trial(model, drawn, base, parse_intervention(name, seed=seed)))
-    by_name = {trial.name: trial for trial in trials}
-    far, control = by_name["far"], by_name["random-control"]
-    proved = far.wrong < LEFT_WRONG * base.n_wrong and control.wrong > CONTROL_LEAVES * base.n_wrong
-
-    subset = [drawn[i] for i in failing]
-    failed = score(model, subset)
-    head_trials = []
-    for layer in range(model.cfg.n_layers):
-        for head in range(model.cfg.n_heads):
-            progress(f"far-key ablation in head {layer}.{head} alone")
-            alone = Intervention("far", scope=Scope(only=frozenset({(layer, head)})))
-            head_trials.append(_trial(model, subset, failed, alone, (layer, head)))
-    heads = tuple(
-        t.scope
-        for t in sorted(head_trials, key=lambda t: -t.repaired)
-        if t.scope is not None and t.repaired >= HEAD_MATTERS * base.n_wrong
+    progress("keeping the ledger")
+    trained = build_ledger(model, model.task.evaluation_problems(min(within, digits), problems, seed))
+    longer = build_ledger(model, drawn)
+    found = _Investigation(model, drawn, base, trained, longer, seed, progress)
+    head_trials: tuple[HeadTrial, ...] = ()
+    verdict = Verdict("none", (), (found.failure(),), None, True)
+    if base.exact < HEALTHY:
+        verdict, head_trials = found.verdict()
+    return Diagnosis(
+        digits=digits,
+        score=base,
+        reach=curve,
+        trained=trained,
+        longer=longer,
+        roles=head_roles(trained, longer),
+        trials=tuple(found.trials.values()),
+        head_trials=head_trials,
+        verdict=verdict,
     )
-    evidence = (
-        f"{base.n_wrong} of {base.decisions} decisions wrong, {_share(base, 'problems exact')}",
-        f"first wrong column {base.first_wrong_column}; wrong by state: {_states(base)}",
-        f"far-key ablation leaves {far.wrong} wrong ({far.repaired} repaired, {far.broken} broken)",
-        f"as many random keys removed: {control.wrong} wrong ({control.repaired} repaired, {control.broken} broken)",
-        *(
-            f"far-key ablation in head {t.scope[0]}.{t.scope[1]} alone repairs {t.repaired}"
+
+
+class _Investigation:
+    """The trials of one diagnosis, each run once, and what follows from them."""
+
+    def __init__(
+        self,
+        model: HookedAdder,
+        problems: Sequence[Problem],
+        base: Score,
+        trained: Ledger,
+        longer: Ledger,
+        seed: int,
+        progress: Callable[[str], object],
+    ):
+        self.model, self.problems, self.base, self.seed, self.progress = model, problems, base, seed, progress
+        self.trained, self.longer = trained, longer
+        self.trials: dict[str, Trial] = {}
+
+    def verdict(self) -> tuple[Verdict, tuple[HeadTrial, ...]]:
+        candidates = self._candidates()
+        control = self.run(Intervention("random-control", seed=self.seed))
+        repairs = {edit.name: self.repairs(self.run(edit)) for _, edit in candidates}
+        cause, edit = next(((c, e) for c, e in candidates if repairs[e.name]), ("unexplained", None))
+        proved = edit is not None and control.wrong > CONTROL_LEAVES * self.base.n_wrong
+        head_trials = self._head_trials(edit) if edit is not None else ()
+        heads = tuple(t.head for t in sorted(head_trials, key=lambda t: -t.repaired_alone) if t.matters)
+        evidence = [self.failure(), self._where(), *self._trial_lines(candidates), *self._ledger_lines(heads)]
+        evidence += [
+            f"head {t.head[0]}.{t.head[1]}: the edit there alone repairs {t.repaired_alone:.0%}, "
+            f"in all other heads it leaves {t.left_without:.0%}"
             for t in head_trials
-            if t.scope in heads and t.scope
-        ),
-    )
-    verdict = Verdict(
-        "dilution" if proved else "unexplained", heads if proved else (), evidence, "far" if proved else None, proved
-    )
-    return Diagnosis(digits, base, curve, tuple(trials), tuple(head_trials), verdict)
+            if t.matters
+        ]
+        return Verdict(cause, heads, tuple(evidence), edit.name if edit is not None else None, proved), head_trials
+
+    def _candidates(self) -> list[tuple[str, Edit]]:
+        """Causes with the edit that each predicts to repair, the more specific first."""
+        ceiling, floor, unbounded = self._trained_range()
+        candidates: list[tuple[str, Edit]] = []
+        if self._far_keys() >= CROWD * FEW_KEYS:
+            candidates.append(("aliasing", Intervention("drop-best-far", str(FEW_KEYS))))
+        if self._far_keys() >= 1:
+            restore_far = RestoreRange(ceiling, torch.full_like(floor, -torch.inf), name="restore-range=far")
+            candidates += [("drift", restore_far), ("dilution", Intervention("far"))]
+        candidates.append(("drift", RestoreRange(unbounded, floor, name="restore-range=target")))
+        if self.model.config.attention.sink:
+            candidates += [("starvation", Intervention("sink-boost", str(-step))) for step in SINK_STEPS]
+        return candidates
+
+    def _trained_range(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Per head the highest score that a competitor reached in training, per lookup the median of its targets'."""
+        views = self.trained.lookups
+        ceiling = np.maximum.reduce([view.rest_max.max(-1) for view in views.values()])
+        floor = np.stack(
+            [
+                np.median(views[name, True].target, axis=-1)
+                if (name, True) in views
+                else np.full_like(ceiling, -np.inf)
+                for name in LOOKUPS
+            ],
+            axis=-1,
+        )
+        as_tensor = torch.from_numpy
+        return as_tensor(ceiling), as_tensor(floor), torch.full(ceiling.shape, torch.inf, dtype=torch.float64)
+
+    def _far_keys(self) -> float:
+        """Far keys of the query that has the most."""
+        counts = self.longer.distance_count[:, 0, 0, self.longer.trained_distance + 1 :].sum(-1)
+        queries = max(1, max(len(view.column) for view in self.longer.lookups.values()))
+        return float(counts.max() / queries)
+
+    def run(self, edit: Edit) -> Trial:
+        if edit.name not in self.trials:
+            self.progress(f"under {edit.name}")
+            self.trials[edit.name] = _trial(self.model, self.problems, self.base, edit)
+        return self.trials[edit.name]
+
+    def repairs(self, trial: Trial) -> bool:
+        return trial.wrong <= LEFT_WRONG * self.base.n_wrong
+
+    def _head_trials(self, edit: Edit) -> tuple[HeadTrial, ...]:
+        failing = [self.problems[i] for i in np.flatnonzero(~self.base.problem_exact)[:HEAD_PROBLEMS]]
+        failed = score(self.model, failing)
+        trials = []
+        for layer in range(self.model.cfg.n_layers):
+            for head in range(self.model.cfg.n_heads):
+                self.progress(f"{edit.name} in head {layer}.{head} alone, and in all others")
+                one = frozenset({(layer, head)})
+                alone = _trial(self.model, failing, failed, _within(edit, Scope(only=one)))
+                without = _trial(self.model, failing, failed, _within(edit, Scope(without=one)))
+                n = failed.n_wrong
+                trials.append(HeadTrial((layer, head), alone.repaired / n, without.wrong / n))
+        return tuple(trials)
+
+    # Evidence, in words and numbers
+
+    def failure(self) -> str:
+        low, high = self.base.exact_interval
+        return (
+            f"{self.base.n_wrong} of {self.base.decisions} decisions wrong; {self.base.exact:.2f} of "
+            f"{self.base.problems} problems exact (95% interval {low:.2f} to {high:.2f})"
+        )
+
+    def _where(self) -> str:
+        counts = {name: self.base.count(self.base.state == i) for i, name in enumerate(STATES)}
+        states = ", ".join(f"{name} {c['wrong']} of {c['decisions']}" for name, c in counts.items() if c["decisions"])
+        return f"first wrong column {self.base.first_wrong_column}; wrong by state: {states}"
+
+    def _trial_lines(self, candidates: list[tuple[str, Edit]]) -> list[str]:
+        shown = [edit.name for _, edit in candidates if not edit.name.startswith("sink-boost")]
+        lowered = [trial for name, trial in self.trials.items() if name.startswith("sink-boost")]
+        lines = [
+            f"{name}: {self.trials[name].wrong} wrong ({self.trials[name].repaired} repaired, "
+            f"{self.trials[name].broken} broken)"
+            for name in [*shown, "random-control"]
+        ]
+        if lowered:
+            best = min(lowered, key=lambda trial: trial.wrong)
+            lines.append(f"sink lowered, at best {best.name}: {best.wrong} wrong")
+        return lines
+
+    def _ledger_lines(self, heads: tuple[Head, ...]) -> list[str]:
+        """The head that matters most, at training length and at this one, where something or nothing is to be found."""
+        if not heads:
+            return []
+        layer, head = heads[0]
+        far = CLASSES.index("far")
+        lines = []
+        for key, now in self.longer.lookups.items():
+            if key not in self.trained.lookups:
+                continue
+            cells, taken = [], []
+            for view in (self.trained.lookups[key], now):
+                shares = view.share[layer, head], view.class_shares[layer, head, :, far], view.sink_share[layer, head]
+                target, crowd, sink = (x.mean() for x in shares)
+                n_eff = np.median(view.n_eff[layer, head])
+                cells.append(f"target {target:.2f}, far {crowd:.2f}, sink {sink:.2f}, N_eff {n_eff:.0f}")
+                taken.append(target)
+            what = key[0].replace("_", " ") + ("" if key[1] else " with nothing to find")
+            lines.append((taken[1] - taken[0], f"head {layer}.{head}, {what}: in training {cells[0]}; now {cells[1]}"))
+        keys = float(np.mean(self.longer.lookups["first_same_column", True].keys))
+        bar = f"to keep a majority against all {keys:.0f} keys that a decision sees takes a gap of {majority_gap(keys):.1f}"
+        return [line for _, line in sorted(lines)[:LEDGER_LINES]] + [bar]
 
 
-def _trial(
-    model: HookedAdder, problems: Sequence[Problem], base: Score, intervention: Intervention, head: Head | None = None
-) -> Trial:
-    after = score(model, problems, [intervention])
+def _within(edit: Edit, scope: Scope) -> Edit:
+    return replace(edit, scope=scope)  # type: ignore[type-var]
+
+
+def _trial(model: HookedAdder, problems: Sequence[Problem], base: Score, edit: Edit) -> Trial:
+    after = score(model, problems, [edit])
     return Trial(
-        name=intervention.name,
-        scope=head,
+        name=edit.name,
         wrong=after.n_wrong,
         exact=after.exact,
         repaired=int((base.wrong & ~after.wrong).sum()),
         broken=int((~base.wrong & after.wrong).sum()),
     )
-
-
-def _share(found: Score, what: str) -> str:
-    low, high = found.exact_interval
-    return f"{found.exact:.2f} of {found.problems} {what} (95% interval {low:.2f} to {high:.2f})"
-
-
-def _states(found: Score) -> str:
-    counts = {name: found.count(found.state == i) for i, name in enumerate(STATES)}
-    return ", ".join(f"{name} {c['wrong']} of {c['decisions']}" for name, c in counts.items() if c["decisions"])

@@ -1,0 +1,170 @@
+"""Failures built so that the cause is known: score edits that stay on a healthy model.
+
+Each plant is a permanent hook on a checkpoint that adds without error at any length tested here. It reads the batch's
+rows and columns off the tokens, and touches nothing at training lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.addition import LOOKUPS
+from models.checkpoint import load_checkpoint
+from models.positions import coordinates
+from models.transformer import HookedAdder
+
+HEALTHY = Path(__file__).parent.parent / "fixtures" / "1digit-rotary2d-pressure-seed0"
+TRAINED = 10  # columns
+
+
+@dataclass(frozen=True)
+class View:
+    """One block of scores to be edited: the keys up to the last query, and where they stand."""
+
+    row: Tensor  # [batch, 1, 1, key]
+    column: Tensor  # [batch, 1, 1, key]
+    query_row: Tensor  # [batch, 1, query, 1]
+    query_column: Tensor  # [batch, 1, query, 1]
+    seen: Tensor  # [batch, 1, query, 1]: keys that the query sees
+    separator: Tensor  # [batch, 1, 1, key]
+
+    @property
+    def gap(self) -> Tensor:
+        """Columns between key and query."""
+        return (self.query_column - self.column).abs()
+
+    @property
+    def far(self) -> Tensor:
+        return (self.gap > TRAINED) & ~self.separator
+
+    @property
+    def target(self) -> Tensor:
+        """The keys in the column that the query decides about, or, at b's chunks, in its own; other rows only."""
+        wanted = self.query_column + (self.query_row == 2)
+        return (self.column == wanted) & (self.row < self.query_row) & ~self.separator
+
+
+Heads = tuple[tuple[int, int], ...]
+ScoreEdit = Callable[[Tensor, View], Tensor]
+
+
+@dataclass(frozen=True)
+class Plant:
+    name: str
+    cause: str
+    digits: int
+    heads: Heads
+    score: ScoreEdit | None = None
+    sink: Callable[[Tensor, View], Tensor] | None = None
+
+    def model(self) -> HookedAdder:
+        model = load_checkpoint(HEALTHY)
+        state: dict[str, Any] = {}
+        vocab = model.task.vocabulary
+
+        def remember(_: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+            tokens, mask = args[0], args[1]
+            state["at"] = coordinates(tokens, mask, (vocab.plus, vocab.equals), -1)
+            state["separator"] = (tokens == vocab.plus) | (tokens == vocab.equals)
+
+        def view(hook: Any) -> View:
+            queries, at = hook.ctx["query"], state["at"]
+            keys = slice(0, queries.stop)
+            return View(
+                row=at.row[:, None, None, keys],
+                column=at.column[:, None, None, keys],
+                query_row=at.row[:, None, queries, None],
+                query_column=at.column[:, None, queries, None],
+                seen=at.position[:, None, queries, None] + 1,
+                separator=state["separator"][:, None, None, keys],
+            )
+
+        def edit_scores(scores: Tensor, hook: Any) -> Tensor:
+            here = [head for layer, head in self.heads if layer == hook.layer()]
+            out = scores.clone()
+            out[:, here] = self.score(scores[:, here], view(hook))  # type: ignore[misc]
+            return out
+
+        def edit_sink(sink: Tensor, hook: Any) -> Tensor:
+            here = [head for layer, head in self.heads if layer == hook.layer()]
+            out = sink.clone()
+            out[:, here] = self.sink(sink[:, here, :, None], view(hook))[..., 0]  # type: ignore[misc]
+            return out
+
+        model.register_forward_pre_hook(remember, with_kwargs=True)
+        for layer in {layer for layer, _ in self.heads}:
+            if self.score is not None:
+                model.blocks[layer].attn.hook_attn_scores.add_perma_hook(edit_scores)
+            if self.sink is not None:
+                model.blocks[layer].attn.hook_sink_scores.add_perma_hook(edit_sink)
+        return model
+
+
+def _set(where: Tensor, scores: Tensor, value: Tensor) -> Tensor:
+    """Set visible scores."""
+    return torch.where(where & torch.isfinite(scores), value, scores)
+
+
+def alias(distance: int, row: int | None = None, above: float = 6.0) -> ScoreEdit:
+    """One far key a row, exactly ``distance`` columns back, scores above everything else."""
+
+    def edit(scores: Tensor, view: View) -> Tensor:
+        where = view.far & (view.query_column - view.column == distance)
+        if row is not None:
+            where = where & (view.row == row)
+        best = scores.amax(-1, keepdim=True)
+        return _set(where, scores, torch.where(torch.isfinite(best), best.clamp(min=10.0) + above, best))
+
+    return edit
+
+
+def crowd(level: float, rows: tuple[int, ...] = (0, 1, 2)) -> ScoreEdit:
+    """All far keys of these rows score ``level``: each too little to matter."""
+
+    def edit(scores: Tensor, view: View) -> Tensor:
+        of_row = torch.stack([view.row == r for r in rows]).any(0)
+        return _set(view.far & of_row, scores, torch.full_like(scores, level))
+
+    return edit
+
+
+def rising(rate: float, start: float) -> ScoreEdit:
+    """Far keys' scores rise with the distance beyond the trained one, past all that training showed."""
+
+    def edit(scores: Tensor, view: View) -> Tensor:
+        return _set(view.far, scores, start + rate * (view.gap - TRAINED).to(scores.dtype).expand(scores.shape))
+
+    return edit
+
+
+def falling(rate: float) -> ScoreEdit:
+    """The targets' own scores fall with the column, beyond the trained columns."""
+
+    def edit(scores: Tensor, view: View) -> Tensor:
+        fall = rate * (view.query_column - TRAINED).clamp(min=0).to(scores.dtype)
+        return _set(view.target.expand(scores.shape), scores, scores - fall)
+
+    return edit
+
+
+def sink_rises(rate: float = 0.0, log: float = 0.0, step: float = 0.0) -> Callable[[Tensor, View], Tensor]:
+    """The sink's score grows with the number of keys seen beyond training's 33."""
+
+    def edit(sink: Tensor, view: View) -> Tensor:
+        over = view.seen / 33.0
+        return sink + log * over.log().clamp(min=0) + rate * (view.seen - 33).clamp(min=0) + step * (over > 1)
+
+    return edit
+
+
+def every(layers: tuple[int, ...] = (0, 1, 2)) -> Heads:
+    return tuple((layer, head) for layer in layers for head in range(4))
+
+
+assert LOOKUPS  # the rows and columns above are those of models.addition
