@@ -46,8 +46,8 @@ class CrowdOutput:
 
         layer, head = np.indices(self.norm.shape)
         columns: dict[str, np.ndarray] = {
-            "layer": layer,
-            "head": head,
+            "layer": np.asarray(layer),
+            "head": np.asarray(head),
             "norm": self.norm,
             "output_norm": self.output_norm,
             "margin": self.margin,

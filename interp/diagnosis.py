@@ -8,8 +8,9 @@ cause          the edit that must repair the wrong decisions             what it
 =============  ========================================================  ==========================================
 aliasing       drop-best-far=K: the few best far keys are removed        a few far keys score like a target
 drift          restore-range: far keys' scores are lowered to the        scores at untrained distances left the
-               highest that training showed a competitor, or targets'    range that training constrained
-               scores raised to what training showed
+               highest at the edge of the trained distances, or          range that training constrained
+               targets' scores raised to the lowest that training
+               showed
 dilution       far: all far keys are removed, while neither of the       every far key scores as in training, and
                above repairs                                             there are too many of them
 starvation     the sink's score is lowered, while restoring the          the sink outweighs lookups whose own scores
@@ -43,6 +44,7 @@ LEFT_WRONG = 0.01  # of the wrong decisions, the share that may stay wrong under
 CONTROL_LEAVES = 0.5  # and the share that must be wrong under the matched control
 FEW_KEYS = 4  # far keys that aliasing may be about: one per row, or a few periods of a rotation
 CROWD = 4  # how many times FEW_KEYS a query's far keys must be before dropping few of them tells few from many
+EDGE = 0.25  # of the trained distances, the outer share that says what training showed of keys about to be far
 SINK_STEPS = (1, 2, 4, 8, 16)  # by how much the sink is lowered in search of starvation, the smallest that repairs
 HEAD_MATTERS = 0.1  # share of the wrong decisions that an edit must repair in one head, or miss without it
 LEDGER_LINES = 2  # lookups shown of the head that matters most: those whose target lost most
@@ -228,18 +230,16 @@ class _Investigation:
         return candidates
 
     def _trained_range(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Per head the highest score that a competitor reached in training, per lookup the median of its targets'."""
-        views = self.trained.lookups
-        ceiling = np.maximum.reduce([view.rest_max.max(-1) for view in views.values()])
-        floor = np.stack(
-            [
-                np.median(views[name, True].target, axis=-1)
-                if (name, True) in views
-                else np.full_like(ceiling, -np.inf)
-                for name in LOOKUPS
-            ],
-            axis=-1,
-        )
+        """Per head what bounds its scores in training: the highest that keys at the edge of the trained distances
+        reached (``ceiling``), and per lookup the lowest of its targets' (``floor``).
+
+        So restoring the range changes next to nothing at training lengths.
+        """
+        views, reach = self.trained.lookups, self.trained.trained_distance
+        edge = self.trained.distance_max[..., int(reach * (1 - EDGE)) + 1 : reach + 1]
+        ceiling = edge.max(-1, initial=-np.inf)
+        lowest = [views[name, True].target.min(-1) if (name, True) in views else None for name in LOOKUPS]
+        floor = np.stack([np.full_like(ceiling, -np.inf) if low is None else low for low in lowest], axis=-1)
         as_tensor = torch.from_numpy
         return as_tensor(ceiling), as_tensor(floor), torch.full(ceiling.shape, torch.inf, dtype=torch.float64)
 
@@ -319,7 +319,7 @@ class _Investigation:
             what = key[0].replace("_", " ") + ("" if key[1] else " with nothing to find")
             lines.append((taken[1] - taken[0], f"head {layer}.{head}, {what}: in training {cells[0]}; now {cells[1]}"))
         keys = float(np.mean(self.longer.lookups["first_same_column", True].keys))
-        bar = f"to keep a majority against all {keys:.0f} keys that a decision sees takes a gap of {majority_gap(keys):.1f}"
+        bar = f"a majority against all {keys:.0f} keys that a decision sees takes a gap of {majority_gap(keys):.1f}"
         return [line for _, line in sorted(lines)[:LEDGER_LINES]] + [bar]
 
 

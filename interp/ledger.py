@@ -109,6 +109,7 @@ class Ledger:
     ``lookups``: by ``(name, present)``, those that occur. ``distance_count``: ``[lookup, layer, head, distance]``, how
     many query-key pairs stand at a distance in the scheme's unit (targets, separators and self aside), for queries with
     something to find. ``distance_gap``: the same shape, their mean gap to the target; NaN where there is none.
+    ``distance_max``: ``[layer, head, distance]``, the highest score of such a key; -inf where there is none.
     """
 
     lookups: dict[tuple[str, bool], LookupLedger]
@@ -116,6 +117,7 @@ class Ledger:
     trained_distance: int
     distance_count: np.ndarray
     distance_gap: np.ndarray
+    distance_max: np.ndarray
 
     def slopes(self) -> dict[str, np.ndarray]:
         """Per lookup ``[layer, head]``: slope of the mean gap against ln(distance) beyond the trained distance.
@@ -191,7 +193,8 @@ def build_ledger(
     entries: list[_Entry] = []
     for step in run_problems(model, problems, interventions, extra_hooks=watch, progress=progress):
         entries.append(open_books.pop().close(np.array(step.indices)))
-    count, total = _add_distances([e.count for e in entries]), _add_distances([e.gap_sum for e in entries])
+    count, total = (_over_distances(x, np.add, 0) for x in ([e.count for e in entries], [e.gap_sum for e in entries]))
+    top = _over_distances([e.top for e in entries], np.maximum, -np.inf)
     with np.errstate(invalid="ignore"):
         gap = total / count
     found = {}
@@ -200,7 +203,7 @@ def build_ledger(
             view = _lookup(entries, i, name, present)
             if len(view.column):
                 found[name, present] = view
-    return Ledger(found, model.config.attention.unit, model.config.trained_distance, count, gap)
+    return Ledger(found, model.config.attention.unit, model.config.trained_distance, count, gap, top)
 
 
 @dataclass(frozen=True)
@@ -220,6 +223,7 @@ class _Entry:
     about: dict[str, np.ndarray]  # [query]
     count: np.ndarray  # [lookup, layer, head, distance]
     gap_sum: np.ndarray  # [lookup, layer, head, distance]
+    top: np.ndarray  # [layer, head, distance]
 
 
 class _Book:
@@ -246,6 +250,7 @@ class _Book:
         self.where: list[tuple[Tensor, Tensor, Tensor]] = []
         shape = (len(LOOKUPS), model.cfg.n_layers, model.cfg.n_heads, self.reach + 1)
         self.count, self.gap_sum = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+        self.top = torch.full(shape[1:], -torch.inf, dtype=torch.float64)
         self._rows: _Rows | None = None
 
     def hooks(self) -> list[tuple[str, Callable[..., Any]]]:
@@ -277,7 +282,7 @@ class _Book:
         if layer == 0:
             self.where.append((rows.batch, rows.query, rows.slot_class))
         self.kept[layer].append(rows.summarise(scores))
-        rows.add_distances(scores, self.count[:, layer], self.gap_sum[:, layer])
+        rows.add_distances(scores, layer)
 
     def close(self, indices: np.ndarray) -> _Entry:
         parts = [[torch.cat(part) for part in zip(*blocks, strict=True)] for blocks in self.kept]
@@ -311,6 +316,7 @@ class _Book:
             },
             count=self.count.numpy(),
             gap_sum=self.gap_sum.numpy(),
+            top=self.top.numpy(),
         )
 
 
@@ -366,8 +372,8 @@ class _Rows:
         beside = [_gathered(scores, self.beside[:, i]).logsumexp(-1) for i in range(len(LOOKUPS))]
         return mass, second, maximum, _gathered(scores, self.slots), torch.stack(beside, dim=-1)
 
-    def add_distances(self, scores: Float[Tensor, "row head key"], count: Tensor, gap_sum: Tensor) -> None:
-        """Add to ``count`` and ``gap_sum`` ``[lookup, head, distance]`` what stands at each distance."""
+    def add_distances(self, scores: Float[Tensor, "row head key"], layer: int) -> None:
+        """Add what stands at each distance to the book."""
         book = self.book
         rows, heads, _ = scores.shape
         bins = self.bin[:, None, :].expand(scores.shape)
@@ -381,8 +387,10 @@ class _Rows:
             use = book.present[self.batch, self.query, i, None] & torch.isfinite(target)
             target = torch.where(use, target, 0.0)
             here = use.to(scores.dtype)[..., None]
-            count[i] += (here * number).sum(0)
-            gap_sum[i] += (target[..., None] * number - here * total).sum(0)
+            book.count[i, layer] += (here * number).sum(0)
+            book.gap_sum[i, layer] += (target[..., None] * number - here * total).sum(0)
+        top = (empty - torch.inf).scatter_reduce(2, bins, scores, "amax")[..., :-1]
+        book.top[layer] = torch.maximum(book.top[layer], top.amax(0))
 
 
 def _gathered(scores: Tensor, keys: Int[Tensor, "row slot"]) -> Float[Tensor, "row head slot"]:
@@ -391,11 +399,12 @@ def _gathered(scores: Tensor, keys: Int[Tensor, "row slot"]) -> Float[Tensor, "r
     return scores.gather(2, index.clamp(min=0)).masked_fill(index < 0, -torch.inf)
 
 
-def _add_distances(parts: list[np.ndarray]) -> np.ndarray:
-    """Sum arrays whose last axis, distance, differs in length."""
-    out = np.zeros((*parts[0].shape[:-1], max(part.shape[-1] for part in parts)))
+def _over_distances(parts: list[np.ndarray], combine: np.ufunc, empty: float) -> np.ndarray:
+    """Combine arrays whose last axis, distance, differs in length."""
+    out = np.full((*parts[0].shape[:-1], max(part.shape[-1] for part in parts)), empty, dtype=float)
     for part in parts:
-        out[..., : part.shape[-1]] += part
+        reach = out[..., : part.shape[-1]]
+        combine(reach, part, out=reach)
     return out
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.addition import LOOKUPS
 from models.checkpoint import load_checkpoint
 from models.positions import coordinates
 from models.transformer import HookedAdder
@@ -124,12 +123,12 @@ def alias(distance: int, row: int | None = None, above: float = 6.0) -> ScoreEdi
     return edit
 
 
-def crowd(level: float, rows: tuple[int, ...] = (0, 1, 2)) -> ScoreEdit:
-    """All far keys of these rows score ``level``: each too little to matter."""
+def crowd(level: float, beyond: int = 3) -> ScoreEdit:
+    """All keys more than ``beyond`` columns away score ``level``, in training as at length: each too little to matter."""
 
     def edit(scores: Tensor, view: View) -> Tensor:
-        of_row = torch.stack([view.row == r for r in rows]).any(0)
-        return _set(view.far & of_row, scores, torch.full_like(scores, level))
+        where = (view.gap > beyond) & ~view.separator & ~view.target
+        return _set(where, scores, torch.full_like(scores, level))
 
     return edit
 
@@ -163,8 +162,34 @@ def sink_rises(rate: float = 0.0, log: float = 0.0, step: float = 0.0) -> Callab
     return edit
 
 
+def sink_lower(by: float) -> Callable[[Tensor, View], Tensor]:
+    """The sink's score is lower at every length: too little to hold against a large crowd."""
+    return lambda sink, view: sink - by
+
+
 def every(layers: tuple[int, ...] = (0, 1, 2)) -> Heads:
     return tuple((layer, head) for layer in layers for head in range(4))
 
 
-assert LOOKUPS  # the rows and columns above are those of models.addition
+PLANTS = (
+    Plant("one key 12 columns back, head 2.0", "aliasing", 40, ((2, 0),), alias(12)),
+    Plant("one key a row 13 columns back, all heads", "aliasing", 60, every(), alias(13)),
+    Plant("a's key 15 columns back, layer 1", "aliasing", 40, every((1,)), alias(15, row=0)),
+    Plant("one key a row 20 columns back, layers 1 and 2", "aliasing", 60, every((1, 2)), alias(20)),
+    Plant("far keys rise .5 a column, layer 2", "drift", 40, every((2,)), rising(0.5, 8.0)),
+    Plant("far keys rise 1 a column, all heads", "drift", 40, every(), rising(1.0, 4.0)),
+    Plant("targets fall .5 a column, layer 2", "drift", 40, every((2,)), falling(0.5)),
+    Plant("targets fall .4 a column, layers 1 and 2", "drift", 60, every((1, 2)), falling(0.4)),
+    Plant("keys score 6 at every distance, all heads", "dilution", 100, every(), crowd(6.0)),
+    Plant("sink 8 lower, all heads", "dilution", 100, every(), None, sink_lower(8.0)),
+    Plant("sink 7 lower, layer 0", "dilution", 200, every((0,)), None, sink_lower(7.0)),
+    Plant("keys score 6.5 at every distance, layers 0 and 1", "dilution", 60, every((0, 1)), crowd(6.5)),
+    Plant("sink rises 8 ln(n / n_train), layer 2", "starvation", 40, every((2,)), None, sink_rises(log=8.0)),
+    Plant("sink rises .2 a key, layers 1 and 2", "starvation", 40, every((1, 2)), None, sink_rises(rate=0.2)),
+    Plant("sink 8 higher past training, layer 1", "starvation", 60, every((1,)), None, sink_rises(step=8.0)),
+    Plant("sink rises 10 ln(n / n_train), all heads", "starvation", 100, every(), None, sink_rises(log=10.0)),
+    Plant("nothing planted", "none", 60, ()),
+    Plant("one key 12 columns back, below the sink", "none", 60, every(), alias(12, above=-14.0)),
+    Plant("sink 1 higher past training", "none", 40, every(), None, sink_rises(step=0.5)),
+    Plant("far keys score -5", "none", 60, every(), rising(0.0, -5.0)),
+)
