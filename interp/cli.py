@@ -170,6 +170,88 @@ def reach(
 
 
 @app.command()
+def shares(
+    checkpoint: Checkpoint,
+    digits: Digits = "100",
+    problems: Problems = 20,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Where attention goes: share of each class of key by head, lookup and column."""
+    (length,) = _lengths(digits, one=True)
+    _use_threads(threads)
+    from interp import shares as analysis
+    from interp.passes import describe_run
+
+    model = _load(checkpoint)
+    drawn = model.task.evaluation_problems(length, problems, seed)
+    with _progress(problems, "shares") as tell:
+        found = analysis.shares(model, drawn, progress=lambda done: tell(done, ""))
+    payload = {
+        "checkpoint": str(checkpoint),
+        "digits": length,
+        "heads": found.to_json(),
+        "run": describe_run(model, drawn, seed),
+    }
+
+    def show(console: Console) -> None:
+        keys = ["lookup", "present", "layer", "head"]
+        kinds = ["target", "sink", "self", "near", "far", "separator", "beside"]
+        frame: Any = found.to_frame()
+        weighted = frame[kinds].multiply(frame["queries"], axis=0).assign(**frame[[*keys, "queries"]])
+        total = weighted.groupby(keys, sort=False)[[*kinds, "queries"]].sum()
+        rows = total[kinds].div(total["queries"], axis=0).reset_index()
+        _table(
+            console,
+            [{k: str(v) if k in keys else f"{v:.3f}" for k, v in row.items()} for row in rows.to_dict("records")],
+        )
+
+    _emit(payload, as_json, show)
+
+
+@app.command()
+def leak(
+    checkpoint: Checkpoint,
+    digits: Digits = "10,40,100",
+    problems: Problems = 20,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """How the leak of each head's lookups grows with length."""
+    lengths = _lengths(digits)
+    _use_threads(threads)
+    from interp import shares as analysis
+    from interp.passes import describe_run
+
+    model = _load(checkpoint)
+    with _progress(problems * len(lengths), "leak") as tell:
+        found = analysis.leak_growth(model, lengths, problems, seed=seed, progress=lambda done: tell(done, ""))
+    drawn = model.task.evaluation_problems(max(lengths), problems, seed)
+    payload = {"checkpoint": str(checkpoint), **found.to_json(), "run": describe_run(model, drawn, seed)}
+
+    def show(console: Console) -> None:
+        keep = [
+            "layer",
+            "head",
+            "lookup",
+            "present",
+            "digits",
+            "share",
+            "far_share",
+            "sink_share",
+            "leak",
+            "gap",
+            "n_eff",
+        ]
+        rows: Any = found.to_frame().sort_values(["layer", "head", "lookup", "present", "digits"])[keep]
+        _table(console, rows.to_dict("records"))
+
+    _emit(payload, as_json, show)
+
+
+@app.command()
 def diagnose(
     checkpoint: Checkpoint,
     digits: Digits = "100",

@@ -212,30 +212,44 @@ def _far_zero(model: HookedAdder, partition: Partition, intervention: Interventi
 
 
 @dataclass(frozen=True)
-class RestoreRange:
-    """Brings scores back to the range that training showed, which is measured, not named.
-
-    ``ceiling`` ``[layer, head]``: far keys' scores are lowered to it where they exceed it. ``floor``
-    ``[layer, head, lookup]``: the scores of a lookup's targets are raised to it where they have fallen below.
-    Infinite entries change nothing.
-    """
+class RestoreFar:
+    """Lowers far keys' scores to ``ceiling`` ``[layer, head]``, measured in training, where they exceed it."""
 
     ceiling: Float[Tensor, "layer head"]
-    floor: Float[Tensor, "layer head lookup"]
     scope: Scope = field(default=Scope())
-    name: str = "restore-range"
+    name: str = "restore-far"
 
     def hooks(self, model: HookedAdder, partition: Partition) -> list[Hook]:
         scope = self.scope.mask(model)
 
         def restore(scores: Tensor, hook: HookPoint) -> Tensor:
+            layer = hook.layer()
+            ceiling = torch.where(scope[layer], self.ceiling[layer], torch.inf).to(scores.dtype)
+            bounded = scores.minimum(ceiling[None, :, None, None])
+            return torch.where(partition.far(hook.ctx["query"])[:, None], bounded, scores)
+
+        return [(f"blocks.{layer}.attn.hook_attn_scores", restore) for layer in _layers(scope)]
+
+
+@dataclass(frozen=True)
+class RestoreTargets:
+    """Raises each lookup's targets' scores by ``lift`` ``[layer, head, lookup, column]``; the column is the query's."""
+
+    lift: Float[Tensor, "layer head lookup column"]
+    scope: Scope = field(default=Scope())
+    name: str = "restore-targets"
+
+    def hooks(self, model: HookedAdder, partition: Partition) -> list[Hook]:
+        scope, batch = self.scope.mask(model), partition.batch
+        column = torch.where(batch.decisions, batch.decision_column, batch.column).clamp(0, self.lift.shape[-1] - 1)
+
+        def restore(scores: Tensor, hook: HookPoint) -> Tensor:
             queries, layer = hook.ctx["query"], hook.layer()
-            ceiling = torch.where(scope[layer], self.ceiling[layer], torch.inf)[None, :, None, None]
-            scores = torch.where(partition.far(queries)[:, None], scores.minimum(ceiling.to(scores.dtype)), scores)
             for i, name in enumerate(LOOKUPS):
-                floor = torch.where(scope[layer], self.floor[layer, :, i], -torch.inf)[None, :, None, None]
-                hit = partition.target_set(name, queries)[:, None]
-                scores = torch.where(hit, scores.maximum(floor.to(scores.dtype)), scores)
+                lift = (self.lift[layer, :, i] * scope[layer, :, None])[:, column[:, queries]].to(scores.dtype)
+                if lift.any():
+                    raised = scores + lift.transpose(0, 1)[..., None]
+                    scores = torch.where(partition.target_set(name, queries)[:, None], raised, scores)
             return scores
 
         return [(f"blocks.{layer}.attn.hook_attn_scores", restore) for layer in _layers(scope)]

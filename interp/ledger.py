@@ -279,6 +279,8 @@ class _Book:
         if self.source == "pattern":
             self.sinks[layer].append((1 - scores.sum(-1)).clamp(min=0).log())
             scores = scores.log()
+        if not len(rows.query):  # no query of this block looks anything up
+            return
         if layer == 0:
             self.where.append((rows.batch, rows.query, rows.slot_class))
         self.kept[layer].append(rows.summarise(scores))

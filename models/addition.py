@@ -249,7 +249,7 @@ class AdditionTask:
         digits = np.zeros((len(problems), 3), dtype=np.int64)
         for i, (a, b) in enumerate(problems):
             if a < 0 or b < 0:
-                raise ProblemError(f"operands must not be negative, got {a} + {b}")
+                raise ProblemError(f"operands must not be negative; problem {i} has one that is")
             numbers = (a, b, a + b)
             rows.append(tuple(vocab.chunks(n) for n in numbers))  # type: ignore[arg-type]
             digits[i] = [len(decimal_string(n)) for n in numbers]
@@ -351,24 +351,32 @@ def _number(rng: np.random.Generator, digits: int) -> int:
 def handmade_problems(digits: int) -> list[Problem]:
     """The problems that random sampling misses, at one length: long carries and extreme shapes.
 
-    99...9 + 1 on either side, 99...9 + 99...9, full-length carry chains that start in the units (``x`` plus its
-    complement to ``10**digits``, and chains that die one column before the top), equal lengths without any carry, and
-    ``digits`` digits plus 1 digit with and without a carry.
+    99...9 + 1 on either side, 99...9 + 99...9; full-length carry chains that start in the units (a number and its
+    complement to ``10**digits``); from 2 digits on, chains that start in the units and die in the top column; sums
+    without any carry, of equal lengths; and ``digits`` digits plus 1 digit, with and without a carry, on either side.
     """
     _check_digits(digits)
     top = 10**digits
     rng = generator(0, "handmade", digits)
-    nines = top - 1
-    problems: list[Problem] = [(nines, 1), (1, nines), (nines, nines), (nines, 9), (top // 10, top // 10)]
+    nines, ones = top - 1, (top - 1) // 9
+    problems: list[Problem] = [(nines, 1), (1, nines), (nines, nines), (4 * ones, 5 * ones), (5 * ones, 5 * ones)]
     for _ in range(3):
-        x = _number(rng, digits)
+        x = _number(rng, digits - 1) * 10 + int(rng.integers(1, 10)) if digits > 1 else int(rng.integers(1, 10))
         problems += [(x, top - x), (top - x, x), (x, nines - x)]
+        if digits > 1:
+            # the columns below the top add to 99...9 with a 10 in the units; the top digits to 8 and the carry
+            tail = x % (top // 10)
+            rest = top // 10 - tail
+            lead = int(rng.integers(1, 8))
+            problems.append((lead * (top // 10) + tail, (8 - lead) * (top // 10) + rest))
     for _ in range(2):
         x = _number(rng, digits)
-        problems += [(x, int(rng.integers(1, 10))), (int(rng.integers(1, 10)), x)]
+        units = x % 10
+        for small in ([10 - units] if units else []) + ([9 - units] if units < 9 else []):
+            problems += [(x, small), (small, x)]
         problems.append((x, _number(rng, digits)))
-    ones = nines // 9
-    problems += [(4 * ones, 5 * ones), (5 * ones, 4 * ones), (5 * ones, 5 * ones)]
+    carrying, idle = 4 * ones + 5, 4 * ones  # units 9 and 4, whatever was drawn
+    problems += [(carrying, 1), (1, carrying), (idle, 5), (5, idle)]
     return problems
 
 
@@ -398,8 +406,8 @@ def read_problems(path: str | Path) -> list[Problem]:
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ProblemError(f"cannot read the problem file {str(path)!r}: {reason}") from error
     problems = []

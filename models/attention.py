@@ -129,10 +129,11 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "batch pos d_model"]:
         weights = torch.cat([self.W_Q, self.W_K, self.W_V])
         qkv = x @ rearrange(weights, "head d_model d_head -> d_model (head d_head)")
-        q, k, v = rearrange(
+        qkv = rearrange(
             qkv, "batch pos (three head d_head) -> three batch pos head d_head", three=3, head=self.config.n_heads
         )
-        q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v)
+        # indexed, not unpacked: unpacking gives views that autograd forbids a hook to edit in place
+        q, k, v = self.hook_q(qkv[0]), self.hook_k(qkv[1]), self.hook_v(qkv[2])
         if geometry.scheme.rotates:
             q = self.hook_rot_q(rotate(q, geometry.cos, geometry.sin))
             k = self.hook_rot_k(rotate(k, geometry.cos, geometry.sin))
@@ -166,12 +167,7 @@ class Attention(nn.Module):
         point = self.hook_attn_scores
         point.ctx["query"] = queries
         scores = point(scores)
-        if not point._forward_hooks:
-            return scores
-        if torch.isnan(scores).any():
-            raise ValueError(f"a hook at {point.name} returned NaN scores; use -inf to remove a key")
-        largest = torch.finfo(scores.dtype).max / 4  # an edit to +inf must not divide infinity by infinity
-        return scores.clamp(max=largest).masked_fill(hidden, -torch.inf)
+        return _bounded(scores, point).masked_fill(hidden, -torch.inf) if point._forward_hooks else scores
 
     def _sink_scores(self, scores: Tensor, boost: Tensor | float, queries: slice) -> Tensor | None:
         if not self.config.attention.sink:
@@ -181,5 +177,15 @@ class Attention(nn.Module):
             sink = sink + boost.to(scores.dtype)[:, None, None]
         elif boost:
             sink = sink + boost
-        self.hook_sink_scores.ctx["query"] = queries
-        return self.hook_sink_scores(sink)
+        point = self.hook_sink_scores
+        point.ctx["query"] = queries
+        if not point._forward_hooks:
+            return sink
+        return _bounded(point(sink.clone()), point)  # a copy: an edit in place must not reach the parameter
+
+
+def _bounded(scores: Tensor, point: HookPoint) -> Tensor:
+    """Scores that a hook may have edited: +inf made finite (infinity over infinity is no weight), NaN refused."""
+    if torch.isnan(scores).any():
+        raise ValueError(f"a hook at {point.name} returned NaN scores; use -inf to remove a key")
+    return scores.clamp(max=torch.finfo(scores.dtype).max / 4)

@@ -85,7 +85,7 @@ def load_checkpoint(folder: str | Path) -> HookedAdder:
                 odd = sorted(names ^ set(shapes))
                 raise CheckpointError(
                     f"{path}: its weights are not those of config.json ({len(odd)} names differ, "
-                    f"{odd[0][:80]!r} first); use the files of one checkpoint together"
+                    f"{odd[0][:80]!a} first); use the files of one checkpoint together"
                 )
             for name, shape in shapes.items():
                 found = file.get_slice(name)
@@ -113,7 +113,7 @@ def load_config(folder: str | Path) -> AdderConfig:
     version = found.get("format") if isinstance(found, dict) else None
     if version != FORMAT:
         raise CheckpointError(
-            f"{path}: format must be {FORMAT}, got {str(version)[:40]}; is this a leaksum checkpoint?"
+            f"{path}: format must be {FORMAT}, got {ascii(version)[:40]}; is this a leaksum checkpoint?"
         )
     return _validated(_ConfigFile, found, path).model
 
@@ -161,8 +161,8 @@ def _validated(kind: type[T], found: Any, path: Path) -> T:
 def first_problem(error: ValidationError) -> str:
     """The first complaint of a validation, in one line: where, what, and the value it got."""
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    got = "" if isinstance(first["input"], dict | list) else f", got {str(first['input'])[:60]!r}"
+    where = ascii(".".join(str(part) for part in first["loc"]))[1:-1][:80]
+    got = "" if isinstance(first["input"], dict | list) else f", got {str(first['input'])[:60]!a}"
     return " ".join(f"{where + ': ' if where else ''}{first['msg']}{got}".split())
 
 

@@ -7,6 +7,7 @@ sink pressure. What else a step depends on (weights, optimizer moments, step, cu
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import platform
@@ -17,12 +18,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from models.addition import Problem, generator
+from models.addition import Problem, decimal_string, generator
 from models.checkpoint import CheckpointError, CurvePoint, TrainingRecord, load_record, save_checkpoint
 from models.files import write_atomically
 from models.recipes import Recipe
@@ -161,6 +162,7 @@ class Trainer:
             "seconds": str(self.seconds),
             "precision": self.precision,
             "curve": json.dumps([point.model_dump() for point in self.curve]),
+            "digest": _digest(tensors),
         }
         write_atomically(self._resume_file, lambda aside: save_file(tensors, aside, metadata=about))
 
@@ -176,15 +178,19 @@ class Trainer:
                     f"{self.folder} holds an unfinished {found[0].name}, {found[0].steps} steps, seed {found[1]}, "
                     f"{found[2]}; go on with the same, or choose another --out"
                 )
-            self.model.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items() if k[:6] == "model."})
-            self._restore_optimizer({k: v for k, v in tensors.items() if k.startswith("optimizer.")})
+            if about["digest"] != _digest(tensors):
+                raise ValueError("its contents do not match their digest")
+            model, optimizer = ({k: v for k, v in tensors.items() if k.startswith(part)} for part in ("model", "optim"))
+            self.model.load_state_dict({k.removeprefix("model."): v for k, v in model.items()})
+            self._restore_optimizer(optimizer)
             self.step, self.seconds = int(about["step"]), float(about["seconds"])
             self.curve = [CurvePoint.model_validate(point) for point in json.loads(about["curve"])]
         except CheckpointError:
             raise
-        except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
+        except Exception as error:  # whatever a damaged file makes of it
+            why = " ".join(str(error).split())[:120]
             raise CheckpointError(
-                f"{path} cannot be resumed from ({type(error).__name__}); remove it to start again"
+                f"{path} cannot be resumed from ({type(error).__name__}: {why}); remove it to start again"
             ) from error
 
     def _restore_optimizer(self, tensors: dict[str, Tensor]) -> None:
@@ -192,6 +198,14 @@ class Trainer:
         for name, value in tensors.items():
             _, index, field = name.split(".")
             state.setdefault(int(index), {})[field] = value
+        shapes = [weight.shape for group in self.optimizer.param_groups for weight in group["params"]]
+        fields = {"step", "exp_avg", "exp_avg_sq"}
+        whole = state.keys() == set(range(len(shapes))) and all(
+            state[i].keys() == fields and state[i]["exp_avg"].shape == state[i]["exp_avg_sq"].shape == shape
+            for i, shape in enumerate(shapes)
+        )
+        if not whole:
+            raise ValueError("its optimizer state is not that of this model")
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
     def _record(self) -> TrainingRecord:
@@ -206,6 +220,15 @@ class Trainer:
             commit=self.commit,
             curve=tuple(self.curve),
         )
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 over names and bytes: a resume file with a flipped bit would train on from another model."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def schedule(step: int, recipe: Recipe) -> float:
@@ -226,7 +249,7 @@ def _optimizer(model: HookedAdder, recipe: Recipe) -> torch.optim.AdamW:
 
 
 def _tokens_needed(problem: Problem) -> int:
-    return sum(len(str(n)) for n in (*problem, sum(problem)))
+    return sum(len(decimal_string(n)) for n in (*problem, sum(problem)))
 
 
 def _version() -> str:

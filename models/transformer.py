@@ -173,6 +173,9 @@ class HookedAdder(HookedRootModule):
             sink_boost = self.config.attention.sink_boost
         elif not self.config.attention.sink:
             raise ValueError("sink_boost was given, but this model has no sink")
+        boost = torch.as_tensor(sink_boost)
+        if (boost.ndim and boost.shape != tokens.shape[:1]) or not torch.isfinite(boost).all():
+            raise ValueError(f"sink_boost must be one finite number, or one a sequence, got shape {tuple(boost.shape)}")
         if query_block is not None and query_block < 1:
             raise ValueError(f"query_block must be at least 1 query, got {query_block}")
         start = cache.length if cache is not None else 0
@@ -273,6 +276,8 @@ class HookedAdder(HookedRootModule):
                 )
             return tokens.long()
         texts = [input] if isinstance(input, str) else list(input)
+        if not texts:
+            raise ValueError("to_tokens needs at least one problem, got none")
         problems: list[Problem] = [parse_problem(text.removesuffix("=")) for text in texts]
         if len({text.endswith("=") for text in texts}) > 1:
             raise ValueError("problems with and without '=' do not mix in one call")

@@ -188,7 +188,7 @@ def test_every_token_has_one_text(cut):
 @cuts
 @pytest.mark.parametrize("bad", [[], [(-1, 2)], [(1, 2), (3, -4)]])
 def test_unusable_problems_are_refused(cut, bad):
-    with pytest.raises(ProblemError, match="at least one|negative"):
+    with pytest.raises(ProblemError, match=r"at least one|negative"):
         TASKS[cut].encode(bad)
 
 
@@ -245,9 +245,9 @@ def test_evaluation_draws_the_other_length_uniformly_and_the_sides_at_random():
     assert chi_square(Counter(int(str(n)[0]) for problem in drawn for n in problem), range(1, 10)) < 26
 
 
-@pytest.mark.parametrize(("digits", "n"), [(0, 1), (-3, 1), (5, 0)])
-def test_evaluation_refuses_counts_below_one(digits, n):
-    with pytest.raises(ProblemError, match=f"at least 1, got {min(digits, n)}"):
+@pytest.mark.parametrize(("digits", "n", "bad"), [(0, 1, 0), (-3, 1, -3), (10**6, 1, 10**6), (5, 0, 0), (5, -1, -1)])
+def test_evaluation_refuses_counts_out_of_range(digits, n, bad):
+    with pytest.raises(ProblemError, match=rf"(from|at least) 1\b.*, got {bad}"):
         TASKS[1, "right"].evaluation_problems(digits, n)
 
 
@@ -286,7 +286,6 @@ def test_five_thousand_digits_encode(cut):
     assert task.evaluation_problems(5000, 1)[0] > (0, 0)
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="the message formats the operand past CPython's limit")
 def test_a_huge_negative_operand_is_refused_by_name():
     with pytest.raises(ProblemError, match="negative"):
         TASKS[1, "right"].encode([(-(10**5000), 1)])
@@ -309,8 +308,9 @@ def test_handmade_problems_hold_the_extremes(digits):
     small = [carries(*problem)[0] for problem in found if min(problem) < 10]
     assert True in small
     assert found == handmade_problems(digits)
-    with pytest.raises(ProblemError, match="got 0"):
-        handmade_problems(0)
+    for bad in (0, 10**6):
+        with pytest.raises(ProblemError, match=f"got {bad}"):
+            handmade_problems(bad)
 
 
 @pytest.mark.parametrize("digits", [10, 100, 200])
@@ -318,7 +318,6 @@ def test_handmade_one_digit_addends_come_with_and_without_a_carry(digits):
     assert {carries(*p)[0] for p in handmade_problems(digits) if min(p) < 10} == {True, False}
 
 
-@pytest.mark.xfail(strict=True, reason="x + (99..9 - x) carries nowhere")
 @pytest.mark.parametrize("digits", [10, 100, 200])
 def test_a_handmade_chain_dies_one_column_before_the_top(digits):
     assert any(all(c[:-1]) and not c[-1] for c in (carries(*p) for p in handmade_problems(digits)))
@@ -336,7 +335,9 @@ def test_problems_are_read_as_people_write_them(text, problem):
     assert parse_problem(text) == (problem or (10**5000 - 1, 1))
 
 
-@pytest.mark.parametrize("text", ["", "1", "1+", "1+2+3", "-1+2", "1.5+2", "01+2", "1+00", "١+٢", "1 2+3", "1e3+2"])
+@pytest.mark.parametrize(
+    "text", ["", "1", "1+", "1+2+3", "-1+2", "1.5+2", "01+2", "1+00", "\u0661+\u0662", "1 2+3", "1e3+2"]
+)
 def test_anything_else_is_no_problem(text):
     with pytest.raises(ProblemError, match="got"):
         parse_problem(text)

@@ -178,8 +178,8 @@ def test_the_head_detector_scores_the_pattern(adder, run):
     assert found.unique().numel() == 4
     tokens = adder.to_tokens(TEXT)[0]
     same = (tokens[:, None] == tokens) & ~torch.eye(n, dtype=torch.bool)
-    close(detect_head(adder, TEXT, "duplicate_token_head"), (pattern * same.tril()).sum((-1, -2)) / pattern.sum((1, 2, 3))
-          if False else (pattern * same.tril()).sum((-1, -2)) / pattern.sum((-1, -2)))  # fmt: skip
+    expected = (pattern * same.tril()).sum((-1, -2)) / pattern.sum((-1, -2))
+    close(detect_head(adder, TEXT, "duplicate_token_head"), expected)
 
 
 def test_a_planted_previous_token_head_is_detected(adder):
@@ -256,7 +256,7 @@ def test_patching_a_head_is_the_edit_by_hand(adder, pair, what, grad):
 
 
 def test_patching_attention_and_mlp_outputs_runs_at_every_position(adder, pair):
-    _, corrupt, logits, cache = pair
+    _, corrupt, _, cache = pair
     with torch.no_grad():
         every = patching.get_act_patch_block_every(adder, corrupt, cache, metric)
     every = torch.as_tensor(every)
