@@ -13,8 +13,9 @@ drift          restore-far: far keys' scores are lowered to the highest  scores 
                their median lost since training
 dilution       far: all far keys are removed, while neither of the       every far key scores as in training, and
                above repairs                                             there are too many of them
-starvation     the sink's score is lowered, while restoring the          the sink outweighs lookups whose own scores
-               targets' scores does not repair                           are as in training
+starvation     restore-sink: the sink's score is lowered to what         the sink outweighs lookups whose own scores
+               training showed, or sink-boost=-X: by X; while            are as in training
+               restoring the targets' scores does not repair
 =============  ========================================================  ==========================================
 
 They are tried in this order, the more specific first. The cause is *proved* when its edit leaves under 1% of the wrong
@@ -33,7 +34,7 @@ import numpy as np
 import torch
 
 from interp.decisions import Reach, Score, reach, score
-from interp.interventions import Edit, Head, Intervention, RestoreFar, RestoreTargets, Scope
+from interp.interventions import Edit, Head, Intervention, RestoreFar, RestoreSink, RestoreTargets, Scope
 from interp.leak import majority_gap
 from interp.ledger import CLASSES, Ledger, build_ledger
 from interp.roles import Roles, head_roles
@@ -48,7 +49,7 @@ CROWD = 4  # how many times FEW_KEYS a query's far keys must be before dropping 
 EDGE = 0.25  # of the trained distances, the outer share that says what training showed of keys about to be far
 COLUMNS = 2  # to either side, over which a target's median score at a column is taken
 PARTLY = 0.25  # mean share on a lookup's target from which a head has a part in it, so that its fall can matter
-SINK_STEPS = (1, 2, 4, 8, 16)  # by how much the sink is lowered in search of starvation, the smallest that repairs
+SINK_STEPS = (1, 2, 4, 8)  # by how much the sink is lowered in search of starvation, the smallest that repairs
 HEAD_MATTERS = 0.1  # share of the wrong decisions that an edit must repair in one head, or miss without it
 LEDGER_LINES = 2  # lookups shown of the head that matters most: those whose target lost most
 HEAD_PROBLEMS = 16  # failing problems that the head-by-head test runs on
@@ -229,6 +230,8 @@ class _Investigation:
             candidates.append(("dilution", Intervention("far")))
         candidates.append(("drift", RestoreTargets(self._lift())))
         if self.model.config.attention.sink:
+            highest = np.maximum.reduce([view.sink.max(-1) for view in self.trained.lookups.values()])
+            candidates.append(("starvation", RestoreSink(torch.from_numpy(highest))))
             candidates += [("starvation", Intervention("sink-boost", str(-step))) for step in SINK_STEPS]
         return candidates
 

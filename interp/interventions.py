@@ -255,6 +255,25 @@ class RestoreTargets:
         return [(f"blocks.{layer}.attn.hook_attn_scores", restore) for layer in _layers(scope)]
 
 
+@dataclass(frozen=True)
+class RestoreSink:
+    """Lowers sinks' scores to ``ceiling`` ``[layer, head]``, measured in training, where they exceed it."""
+
+    ceiling: Float[Tensor, "layer head"]
+    scope: Scope = field(default=Scope())
+    name: str = "restore-sink"
+
+    def hooks(self, model: HookedAdder, partition: Partition) -> list[Hook]:
+        scope = self.scope.mask(model)
+
+        def restore(sink: Tensor, hook: HookPoint) -> Tensor:
+            layer = hook.layer()
+            ceiling = torch.where(scope[layer], self.ceiling[layer], torch.inf).to(sink.dtype)
+            return sink.minimum(ceiling[None, :, None])
+
+        return [(f"blocks.{layer}.attn.hook_sink_scores", restore) for layer in _layers(scope)]
+
+
 def _sink_boost(model: HookedAdder, partition: Partition, intervention: Intervention) -> list[Hook]:
     if not model.config.attention.sink:
         raise InterventionError("sink-boost needs a model with a sink, and this one has none; try window or far")

@@ -124,7 +124,7 @@ def alias(distance: int, row: int | None = None, above: float = 6.0) -> ScoreEdi
 
 
 def crowd(level: float, beyond: int = 3) -> ScoreEdit:
-    """All keys more than ``beyond`` columns away score ``level``, in training as at length: each too little to matter."""
+    """Keys more than ``beyond`` columns away score ``level``, in training too: each is too little to matter."""
 
     def edit(scores: Tensor, view: View) -> Tensor:
         where = (view.gap > beyond) & ~view.separator & ~view.target

@@ -185,7 +185,7 @@ def test_foreign_weights_are_refused(folder, originals):
     [
         ("format", 2, "format must be 1, got 2"),
         ("format", None, "got None"),
-        ("format", "1", "got 1"),
+        ("format", "1", "got '1'"),
         ("model__attention__scheme", "alibi", "scheme"),
         ("model__attention__scheme", "<img src=x>\nsecond line", "scheme"),
         ("model__attention__decay", -1, "decay"),
