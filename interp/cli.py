@@ -256,6 +256,9 @@ def diagnose(
     checkpoint: Checkpoint,
     digits: Digits = "100",
     problems: Problems = 50,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write an offline HTML report.")
+    ] = None,
     seed: Seed = 0,
     threads: Threads = None,
     as_json: AsJson = False,
@@ -268,6 +271,11 @@ def diagnose(
     model = _load(checkpoint)
     with _status() as tell:
         found = diagnosis.diagnose(model, length, problems, seed=seed, progress=tell)
+        if report:
+            from interp.report import write_report
+
+            tell(f"writing {report}")
+            write_report(report, model, found, str(checkpoint), seed=seed)
     _emit({"checkpoint": str(checkpoint), **found.to_json()}, as_json, lambda console: _print_diagnosis(console, found))
 
 

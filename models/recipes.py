@@ -53,7 +53,8 @@ def _one_digit(name: str, about: str, attention: AttentionConfig, steps: int, si
         about=about,
         model=AdderConfig(attention=attention),
         steps=steps,
-        batch=128,
+        batch=256,
+        micro_batches=4,
         sink_pressure=sink_pressure,
     )
 
@@ -65,7 +66,7 @@ RECIPES: dict[str, Recipe] = {
             "1digit-rotary2d",
             "rotation by row and column, decay .3 per column, sink: dilutes beyond its training lengths",
             AttentionConfig(scheme="rotary2d", decay=0.3),
-            steps=2500,
+            steps=1000,
         ),
         _one_digit(
             "1digit-rotary2d-pressure",
@@ -78,13 +79,13 @@ RECIPES: dict[str, Recipe] = {
             "1digit-rotary",
             "the study's baseline: rotation by token position, no decay, no sink",
             AttentionConfig(scheme="rotary", sink=False),
-            steps=2000,
+            steps=1200,
         ),
         _one_digit(
             "1digit-nope",
             "no positions at all: the causal mask alone tells order",
             AttentionConfig(scheme="none", sink=False),
-            steps=4000,
+            steps=1500,
         ),
     )
 }
