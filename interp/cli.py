@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -274,7 +275,7 @@ def diagnose(
         if report:
             from interp.report import write_report
 
-            tell(f"writing {report}")
+            tell("writing the report")
             write_report(report, model, found, str(checkpoint), seed=seed)
     _emit({"checkpoint": str(checkpoint), **found.to_json()}, as_json, lambda console: _print_diagnosis(console, found))
 
@@ -408,32 +409,20 @@ def _print_score(console: Console, payload: dict[str, Any]) -> None:
 
 
 def _print_diagnosis(console: Console, found: Any) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
     verdict = found.verdict
     status = "" if verdict.cause in ("none", "unexplained") else ", proved" if verdict.proved else ", not proved"
     console.print(f"verdict at {found.digits} digits: {verdict.cause}{status}", style="bold")
     for line in verdict.evidence:
-        console.print(f"  {line}", markup=False)
+        console.print(Padding(Text(f"- {line}"), (0, 0, 0, 2)))
     console.print()
     _table(console, found.reach.to_json())
     if found.trials:
         console.print()
-        rows = [
-            {"intervention": t.name, "wrong": t.wrong, "exact": t.exact, "repaired": t.repaired, "broken": t.broken}
-            for t in found.trials
-        ]
-        _table(
-            console,
-            [
-                {
-                    "intervention": "(none)",
-                    "wrong": found.score.n_wrong,
-                    "exact": found.score.exact,
-                    "repaired": None,
-                    "broken": None,
-                },
-                *rows,
-            ],
-        )
+        before = {"intervention": "(none)", "wrong": found.score.n_wrong, "exact": found.score.exact}
+        _table(console, [before | {"repaired": None, "broken": None}, *(asdict(trial) for trial in found.trials)])
 
 
 @contextmanager

@@ -59,20 +59,22 @@ def _one_digit(name: str, about: str, attention: AttentionConfig, steps: int, si
     )
 
 
+# With 4 frequencies a coordinate, base 100 turns by 1, .32, .1 and .03 radians a column. Base 10000 leaves only the
+# first to tell columns apart, which comes round after 6.3 columns: keys 6 columns to either side look alike.
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         _one_digit(
             "1digit-rotary2d",
             "rotation by row and column, decay .3 per column, sink: dilutes beyond its training lengths",
-            AttentionConfig(scheme="rotary2d", decay=0.3),
+            AttentionConfig(scheme="rotary2d", rotary_base=100.0, decay=0.3),
             steps=1000,
         ),
         _one_digit(
             "1digit-rotary2d-pressure",
             "the same with sink pressure 10: every lookup has to outbid a crowd of e^10 keys",
-            AttentionConfig(scheme="rotary2d", decay=0.3, sink_boost=10.0),
-            steps=3000,
+            AttentionConfig(scheme="rotary2d", rotary_base=100.0, decay=0.3, sink_boost=10.0),
+            steps=1800,
             sink_pressure=10.0,
         ),
         _one_digit(
