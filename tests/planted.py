@@ -18,7 +18,7 @@ from models.checkpoint import load_checkpoint
 from models.positions import coordinates
 from models.transformer import HookedAdder
 
-HEALTHY = Path(__file__).parent.parent / "fixtures" / "1digit-rotary2d-pressure-seed0"
+HEALTHY = Path(__file__).parent.parent / "fixtures" / "1digit-rotary2d-pressure-seed1"
 TRAINED = 10  # columns
 
 

@@ -137,6 +137,8 @@ def test_counts_by_state_end_and_column_add_up(noisy):
 
 def test_states_are_those_read_off_the_numbers(untrained):
     found = score(untrained, MIXED)
+    order = [(i, column) for i, (a, b) in enumerate(MIXED) for column in range(len(str(a + b)) + 1)]
+    assert list(zip(found.problem.tolist(), found.column.tolist(), strict=True)) == order
     for problem, column, state, eos in zip(found.problem, found.column, found.state, found.eos, strict=True):
         a, b = MIXED[problem]
         first, second = column < len(str(a)), column < len(str(b))

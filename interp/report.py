@@ -1,0 +1,902 @@
+"""A diagnosis as one HTML file that needs no network: the verdict in words, then the figures and tables behind it.
+
+Every figure is a function that returns a plotly figure and says in its docstring what it shows; :func:`write_report`
+puts them in one page with one copy of plotly.js. Colours are Okabe and Ito's, told apart by colour-blind readers; light
+and dark are two plotly templates, of which the page takes the one that the reader's system asks for.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
+
+from interp.diagnosis import Diagnosis
+from interp.interventions import Head
+from interp.ledger import Ledger, LookupLedger
+from interp.profile import PARTS, Profile, score_profile
+from interp.shares import Shares
+from models.addition import STATES
+from models.files import write_text
+from models.transformer import HookedAdder
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LookupKey = tuple[str, bool]
+
+MOST_HEADS = 4  # heads shown, of those that matter
+MOST_CROWDS = 2  # heads shown where none matters: those with the largest far share
+MOST_BINS = 160  # columns drawn one by one up to here, in bins of equal width beyond
+LEAK_BINS = 12  # bins of the number of keys, equal on a log axis
+PROFILE_PROBLEMS = 8
+NAMED_HEADS = 6  # in the verdict's words
+EVIDENCE_LINES = 6  # shown before the rest is folded away
+
+BLUE, SKY, GREEN = "#0072B2", "#56B4E9", "#009E73"  # Okabe and Ito (2008)
+ORANGE, VERMILLION, PURPLE = "#E69F00", "#D55E00", "#CC79A7"
+GREY = "#808080"  # seen on white and on black
+CLASS_COLOURS = {
+    "target": BLUE,
+    "sink": ORANGE,
+    "self": SKY,
+    "near": GREEN,
+    "separator": PURPLE,
+    "far": VERMILLION,
+}  # in the order they are stacked
+PART_STYLES = {"content": (GREEN, "solid"), "rotation": (PURPLE, "dash"), "decay": (ORANGE, "dot")}
+TRAINED = {"fillcolor": GREY, "opacity": 0.18, "line_width": 0, "layer": "below"}
+
+
+def _template(ink: str, paper: str, grid: str, line: str, wrong: Sequence[str]) -> Any:
+    """A plotly template.
+
+    ``line``: colour of a figure's first line. ``wrong``: colours of a share of wrong decisions, from none through a few
+    to the most.
+    """
+    axis = {"gridcolor": grid, "linecolor": ink, "zeroline": False, "showline": True, "ticks": "outside"}
+    axis |= {"tickcolor": ink, "automargin": True, "title": {"standoff": 8}}
+    none, few, some, most = wrong
+    return go.layout.Template(
+        layout={
+            "font": {"family": "system-ui, sans-serif", "size": 13, "color": ink},
+            "paper_bgcolor": "rgba(0,0,0,0)",
+            "plot_bgcolor": "rgba(0,0,0,0)",
+            "colorway": [line, VERMILLION, GREEN, PURPLE, ORANGE],
+            "xaxis": axis,
+            "yaxis": axis,
+            "margin": {"l": 60, "r": 16, "t": 48, "b": 56},
+            "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
+            "hoverlabel": {"bgcolor": paper, "bordercolor": grid, "font": {"color": ink}},
+            "coloraxis": {"colorscale": [[0, none], [1e-6, few], [0.5, some], [1, most]]},
+            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": GREY, "activecolor": ink},
+        }
+    )
+
+
+LIGHT = _template("#1f2328", "#ffffff", "#e1e5ea", BLUE, ("#e8ecf0", "#fbd0a8", "#d55e00", "#5c1a00"))
+DARK = _template("#e4e7eb", "#15181c", "#343b44", SKY, ("#262c33", "#7a3300", "#ee7d22", "#ffe6cc"))
+
+
+# What is shown
+
+
+@dataclass(frozen=True)
+class View:
+    """One head and the lookup in which its target lost most, at training length and at the failing length."""
+
+    head: Head
+    key: LookupKey
+    trained: LookupLedger
+    longer: LookupLedger
+
+    @property
+    def title(self) -> str:
+        return f"Head {self.head[0]}.{self.head[1]}, {lookup_words(self.key)}"
+
+
+def lookup_words(key: LookupKey) -> str:
+    """``("carry", False)`` as "carry with nothing to find", the words of the evidence."""
+    return key[0].replace("_", " ") + ("" if key[1] else " with nothing to find")
+
+
+def heads_shown(diagnosis: Diagnosis) -> tuple[Head, ...]:
+    """The heads that matter, at most four; where none does, the two that give most to far keys."""
+    if diagnosis.verdict.heads:
+        return diagnosis.verdict.heads[:MOST_HEADS]
+    crowds = sorted(diagnosis.roles.roles, key=lambda role: -role.far[1])
+    return tuple(role.head for role in crowds[:MOST_CROWDS])
+
+
+def view_of(head: Head, trained: Ledger, longer: Ledger) -> View:
+    """The lookup, something to find or not, whose target lost the most of its mean share in this head.
+
+    Lookups of a single column, as that of a carry into column 0, come last: they have no course to show.
+    """
+    both = [key for key in longer.lookups if key in trained.lookups]
+    both = [key for key in both if np.ptp(longer.lookups[key].column)] or both
+    now, then = ({key: float(ledger.lookups[key].share[head].mean()) for key in both} for ledger in (longer, trained))
+    key = min(both, key=lambda key: now[key] - then[key])
+    return View(head, key, trained.lookups[key], longer.lookups[key])
+
+
+# Figures
+
+
+def reach_figure(diagnosis: Diagnosis, trained_digits: int) -> go.Figure:
+    """Share of problems exact against digits, with Wilson's 95% intervals; the trained range is shaded."""
+    rows = diagnosis.reach.to_json()
+    digits, exact = [row["digits"] for row in rows], [row["exact"] for row in rows]
+    above = [row["high"] - row["exact"] for row in rows]
+    below = [row["exact"] - row["low"] for row in rows]
+    figure = _figure(340)
+    figure.add_scatter(
+        x=digits,
+        y=exact,
+        error_y={"array": above, "arrayminus": below, "thickness": 1.5, "width": 5},
+        mode="lines+markers",
+        marker={"size": 9},
+        name="problems exact, 95% interval",
+        customdata=[[row["problems"], row["wrong"], row["decisions"]] for row in rows],
+        hovertemplate="%{x} digits: %{y:.2f} of %{customdata[0]} problems exact<br>"
+        "%{customdata[1]} of %{customdata[2]} decisions wrong<extra></extra>",
+        showlegend=True,
+    )
+    _shade(figure, trained_digits, f"trained: up to {trained_digits} digits")
+    figure.update_xaxes(title="length of the longer operand (digits)", tickvals=digits, range=[0, 1.04 * max(digits)])
+    figure.update_yaxes(title="problems exact (share)", range=[-0.03, 1.06])
+    return figure
+
+
+def mistakes_figure(diagnosis: Diagnosis) -> go.Figure:
+    """Share of decisions wrong by column and by which numbers have ended; the ends of sums are a row of their own."""
+    found = diagnosis.score
+    rows = [*STATES, "eos"]
+    labels = {"both": "both present", "neither": "neither (carry)", "eos": "end of sum"}
+    row = np.where(found.eos, len(STATES), found.state)
+    width, edges = column_bins(found.column)
+    shape = (len(rows), len(edges))
+    decisions, wrong = np.zeros(shape), np.zeros(shape)
+    np.add.at(decisions, (row, found.column // width), 1)
+    np.add.at(wrong, (row, found.column // width), found.wrong)
+    with np.errstate(invalid="ignore"):
+        share = wrong / decisions
+    where = np.broadcast_to(np.array([_column_words(first, width) for first in edges]), shape)
+    figure = _figure(330)
+    figure.add_heatmap(
+        x=edges + (width - 1) / 2,
+        y=[labels.get(name, name.replace("_", " ")) for name in rows],
+        z=share,
+        customdata=np.stack([where, wrong.astype(int).astype(str), decisions.astype(int).astype(str)], axis=-1),
+        hovertemplate="%{customdata[0]}, %{y}<br>%{customdata[1]} of %{customdata[2]} decisions wrong<extra></extra>",
+        coloraxis="coloraxis",
+        hoverongaps=False,
+        ygap=3,
+    )
+    most = float(np.nanmax(share)) or 1.0
+    colorbar = {"title": {"text": "wrong (share of decisions)", "side": "right"}, "thickness": 12, "len": 1.0}
+    figure.update_layout(coloraxis={"cmin": 0, "cmax": most, "colorbar": colorbar}, margin={"t": 36})
+    figure.update_xaxes(title=_column_axis(width), range=[-0.5, edges[-1] + width - 0.5], showgrid=False)
+    figure.update_yaxes(autorange="reversed", showgrid=False, ticks="", title="numbers present")
+    flat = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "title": {"side": "top"}}
+    return _when_narrow(figure, coloraxis={"colorbar": flat}, margin={"t": 70}, yaxis={"title": {"text": ""}})
+
+
+def shares_figure(
+    head: Head, key: LookupKey, trained: pd.DataFrame, longer: pd.DataFrame, digits: tuple[int, int]
+) -> go.Figure:
+    """Who gets a head's attention by column, stacked to 1: training length on the left, failing length on the right.
+
+    ``trained`` and ``longer`` are :meth:`interp.shares.Shares.to_frame`.
+    """
+    figure = make_subplots(rows=1, cols=2, shared_yaxes=True, column_widths=[0.27, 0.73], horizontal_spacing=0.03)
+    for side, (frame, length) in enumerate(zip((trained, longer), digits, strict=True), start=1):
+        here = (frame["lookup"] == key[0]) & (frame["present"] == key[1])
+        rows = frame[here & (frame["layer"] == head[0]) & (frame["head"] == head[1])]
+        column, queries = rows["column"].to_numpy(), rows["queries"].to_numpy()
+        width, edges = column_bins(column)
+        count = np.bincount(column // width, weights=queries, minlength=len(edges))
+        use = count > 0
+        for name, colour in CLASS_COLOURS.items():
+            total = np.bincount(column // width, weights=queries * rows[name].to_numpy(), minlength=len(edges))
+            figure.add_bar(
+                x=edges[use] + (width - 1) / 2,
+                y=total[use] / count[use],
+                width=width,
+                name=name,
+                legendgroup=name,
+                showlegend=side == 2,
+                marker={"color": colour, "line": {"width": 0}},
+                hovertemplate="%{y:.3f}",
+                row=1,
+                col=side,
+            )
+        words = f"column, {length} digits" if side == 1 else f"{_column_axis(width)}, {length} digits"
+        figure.update_xaxes(
+            title=words,
+            range=[-0.5, edges[-1] + width - 0.5],
+            col=side,
+        )
+    figure.update_yaxes(range=[0, 1])
+    figure.update_yaxes(title="attention (share)", col=1)
+    figure.update_layout(
+        _layout(340), barmode="stack", bargap=0, hovermode="x unified", legend={"traceorder": "normal"}
+    )
+    return _when_narrow(
+        figure,
+        height=560,
+        xaxis={"domain": [0, 1]},
+        xaxis2={"domain": [0, 1], "title": {"text": f"column, {digits[1]} digits"}},
+        yaxis={"domain": [0.6, 1]},
+        yaxis2={"domain": [0, 0.42], "showticklabels": True, "title": {"text": "attention (share)"}},
+    )
+
+
+def leak_figure(view: View, digits: tuple[int, int]) -> go.Figure:
+    """Leak against the number of keys n that a query sees, median and quartiles in bins of n, at both lengths.
+
+    A key keeps a majority as long as the leak is below 1. ``n exp(-g)`` is the leak of n keys that all trail by g, the
+    median gap at training length: it reaches 1 at ``n = exp(g)``, so that a majority needs ``g > ln n``.
+    """
+    figure = _figure(400)
+    styles = (("as trained", "circle"), ("now", "diamond"))
+    drawn = []
+    for found, length, (words, symbol) in zip((view.trained, view.longer), digits, styles, strict=True):
+        n, low, middle, high = leak_by_keys(found.keys, found.leak[view.head])
+        drawn += [low, middle, high]
+        figure.add_scatter(
+            x=n,
+            y=middle,
+            error_y={"array": high - middle, "arrayminus": middle - low, "thickness": 1, "width": 3},
+            mode="lines+markers",
+            marker={"size": 8, "symbol": symbol},
+            name=f"{length} digits, {words}",
+            hovertemplate="n = %{x:.0f}: leak %{y:.3g}<extra></extra>",
+        )
+    keys = np.concatenate([view.trained.keys, view.longer.keys])
+    ends = np.array([keys.min(), keys.max()], dtype=float)
+    figure.add_scatter(
+        x=ends,
+        y=[1.0, 1.0],
+        mode="lines",
+        line={"color": GREY, "dash": "dot", "width": 2},
+        name="majority lost: leak = 1",
+        hoverinfo="skip",
+    )
+    gap = float(np.quantile(view.trained.gap[view.head], 0.5, method="lower"))
+    if np.isfinite(gap):
+        drawn.append(ends * np.exp(-gap))
+        lost = float(np.exp(gap))
+        against = " < ln n" if lost <= ends[0] else " > ln n" if lost >= ends[1] else ""
+        figure.add_scatter(
+            x=ends,
+            y=ends * np.exp(-gap),
+            mode="lines",
+            line={"color": GREY, "dash": "dash", "width": 2},
+            name=f"n e<sup>\N{MINUS SIGN}g</sup>, g = {gap:.1f}{against}",
+            hoverinfo="skip",
+        )
+        if not against:
+            figure.add_scatter(
+                x=[lost],
+                y=[1.0],
+                mode="markers",
+                marker={"symbol": "x", "size": 10, "color": GREY},
+                name=f"g > ln n up to n = {lost:.0f}",
+                hoverinfo="skip",
+            )
+    values = np.concatenate([*drawn, [1.0]])
+    values = np.log10(values[np.isfinite(values) & (values > 0)])
+    bottom, top = int(np.floor(values.min())), int(np.ceil(values.max() + 0.01))
+    decades = range(bottom, top + 1, max(1, round((top - bottom) / 8)))
+    figure.update_xaxes(title="keys the query sees, n (tokens)", type="log", tickvals=_ticks(*ends))
+    figure.update_yaxes(
+        title="leak (ratio to the target's mass)",
+        type="log",
+        range=[bottom - 0.1, top],
+        tickvals=[10.0**d for d in decades],
+        ticktext=[f"{10.0**d:g}" if abs(d) <= 3 else f"10<sup>{d}</sup>" for d in decades],
+    )
+    return _when_narrow(figure, height=440)
+
+
+def profile_figure(profile: Profile) -> go.Figure:
+    """A head's score against distance, mean and one standard deviation to either side, and the parts it is made of."""
+    distance = np.flatnonzero(profile.count > 0)
+    mean, spread = profile.mean[:, distance], profile.spread[:, distance]
+    score = PARTS.index("score")
+    figure = _figure(400)
+    figure.add_scatter(
+        x=distance,
+        y=mean[score],
+        mode="lines",
+        line={"width": 2.5},
+        name="score, mean",
+        customdata=np.stack([spread[score], profile.count[distance]], axis=-1),
+        hovertemplate="%{y:.2f} ± %{customdata[0]:.2f} (%{customdata[1]:,.0f} pairs)",
+    )
+    figure.add_scatter(
+        x=np.concatenate([distance, distance[::-1]]),
+        y=np.concatenate([mean[score] + spread[score], (mean[score] - spread[score])[::-1]]),
+        fill="toself",
+        fillcolor="rgba(60,150,210,0.3)",
+        line={"width": 0},
+        name="score, ±1 standard deviation",
+        hoverinfo="skip",
+    )
+    for name, (colour, dash) in PART_STYLES.items():
+        figure.add_scatter(
+            x=distance,
+            y=mean[PARTS.index(name)],
+            mode="lines",
+            line={"color": colour, "dash": dash, "width": 2},
+            name=name,
+            visible="legendonly",
+            hovertemplate="%{y:.2f}",
+        )
+    far = profile.trained_distance
+    _shade(figure, far, f"trained: up to {far} {profile.unit}")
+    figure.update_xaxes(title=f"distance from query to key ({profile.unit})", range=[0, max(distance[-1], 1)])
+    figure.update_yaxes(title="score (nats)", zeroline=True, zerolinecolor=GREY, zerolinewidth=1)
+    figure.update_layout(hovermode="x unified")
+    return _when_narrow(figure, height=460)
+
+
+def column_bins(column: np.ndarray) -> tuple[int, np.ndarray]:
+    """Width of a bin of columns and the first column of each, at most :data:`MOST_BINS` of them."""
+    columns = int(column.max()) + 1
+    width = -(-columns // MOST_BINS)
+    return width, np.arange(0, columns, width)
+
+
+def leak_by_keys(keys: np.ndarray, leak: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Median n, and lower quartile, median and upper quartile of the leak, in bins of n that are equal on a log axis.
+
+    Quantiles are the lower of two values, so that an infinite leak stays infinite and never becomes NaN.
+    """
+    edges = np.geomspace(keys.min(), keys.max() + 1, LEAK_BINS + 1)
+    which = np.clip(np.searchsorted(edges, keys, side="right") - 1, 0, LEAK_BINS - 1)
+    rows = []
+    for i in np.unique(which):
+        quartiles = np.quantile(leak[which == i], [0.25, 0.5, 0.75], method="lower")
+        rows.append((np.median(keys[which == i]), *quartiles))
+    return tuple(np.array(rows).T)
+
+
+def _layout(height: int) -> dict[str, Any]:
+    return {"template": LIGHT, "height": height}
+
+
+def _figure(height: int) -> Any:
+    return go.Figure(layout=_layout(height))
+
+
+def _when_narrow(figure: Any, **layout: Any) -> Any:
+    """What the page changes in the layout where the figure is narrow."""
+    return figure.update_layout(meta={"narrow": layout})
+
+
+def _shade(figure: Any, end: float, name: str) -> None:
+    figure.add_vrect(x0=0, x1=end, name=name, showlegend=True, **TRAINED)
+
+
+def _column_axis(width: int) -> str:
+    return "column (0 = least significant" + (f"; bins of {width})" if width > 1 else ")")
+
+
+def _column_words(first: int, width: int) -> str:
+    return f"column {first}" if width == 1 else f"columns {first} to {first + width - 1}"
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """1, 2, 5, 10 ... within these, for a logarithmic axis."""
+    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    return [t for d in decades for t in (10.0**d, 2 * 10.0**d, 5 * 10.0**d) if low <= t <= high]
+
+
+# Words
+
+CAUSES = {
+    "none": "There is no failure to explain: every lookup that decides something keeps enough of its share.",
+    "dilution": "The leak comes from a crowd. Far keys score no higher than keys at the edge of the trained distances "
+    "did and no single one matters, but their number grows with length, and the sum of exp(-gap) over them with it.",
+    "aliasing": "The leak comes from a few far keys, not from a crowd: they score about as high as the target itself, "
+    "so that each of them takes a share like the target's.",
+    "drift": "The leak grows because gaps shrink: scores at distances that training never showed have left the range "
+    "that training gave them.",
+    "starvation": "The leak is the sink's: it outweighs lookups whose own scores are as in training, and takes the "
+    "attention that their targets need.",
+    "miscounting": "A learned counter is off by half a column or more, so that a head reads the neighbour of its "
+    "target, and the target's share leaks to it.",
+    "unexplained": "The decisions are wrong, but no edit that was tried repairs them: the leak is none of those that "
+    "the edits below test for.",
+}
+DRIFTS = {
+    "restore-far": "Far keys score higher than anything at the edge of the trained distances did.",
+    "restore-targets": "The targets' own scores have fallen since training.",
+    "restore-sink": "The sink's score has risen above anything it was in training.",
+}
+EDITS = {
+    "far": "all far keys removed",
+    "drop-best-far": "the {} best far keys of each query removed",
+    "restore-far": "far keys' scores lowered to the highest at the edge of the trained distances",
+    "restore-targets": "targets' scores raised by what their median lost since training",
+    "restore-sink": "sinks' scores lowered to the highest of training",
+    "sink-boost": "{} added to every sink's score",
+    "random-control": "control: as many random keys removed",
+    "far-zero": "far keys' weights set to 0, the rest not renormalised",
+    "window": "keys more than {} away removed",
+    "round-gates": "gates rounded to 0 or 1",
+}
+CONTROL = "random-control"
+
+
+def edit_words(name: str) -> str:
+    """What an edit does, from its name; empty where the name is not known."""
+    kind, _, value = name.partition("=")
+    return EDITS.get(kind, "").format(value)
+
+
+def verdict_words(diagnosis: Diagnosis) -> list[str]:
+    """The verdict in a few sentences: what it means for the leak, what proved it, and where it acts."""
+    verdict, wrong = diagnosis.verdict, diagnosis.score.n_wrong
+    trials = {trial.name: trial for trial in diagnosis.trials}
+    meaning = CAUSES.get(verdict.cause, "")
+    if verdict.proved_by:
+        meaning += " " + DRIFTS.get(verdict.proved_by, "") if verdict.cause == "drift" else ""
+    words = [meaning]
+    edit, control = trials.get(verdict.proved_by or ""), trials.get(CONTROL)
+    if edit and control:
+        effect = (
+            f"the edit {edit.name} ({edit_words(edit.name)}) leaves {edit.wrong} decisions wrong, where {wrong} were"
+        )
+        if verdict.proved:
+            words.append(f"Proved: {effect}; the control, as many random keys removed, leaves {control.wrong}.")
+        else:
+            words.append(
+                f"Not proved: {effect}, but the control, as many random keys removed, leaves only {control.wrong}, "
+                "so that the repair does not speak for this cause alone."
+            )
+    elif diagnosis.trials:
+        least = min(diagnosis.trials, key=lambda trial: trial.wrong)
+        words.append(f"The best of {len(trials)} edits, {least.name}, leaves {least.wrong} of {wrong} decisions wrong.")
+    if verdict.heads:
+        names = ", ".join(f"{layer}.{head}" for layer, head in verdict.heads[:NAMED_HEADS])
+        more = len(verdict.heads) - NAMED_HEADS
+        words.append(
+            f"It acts in head{'s' * (len(verdict.heads) > 1)} {names}{f' and {more} more' if more > 0 else ''} "
+            f"(layer.head{', the most telling first' * (len(verdict.heads) > 1)}): the edit in such a head alone "
+            "repairs some of the wrong decisions, or in all other heads leaves some of them wrong."
+        )
+    elif edit:
+        words.append("No head matters by itself: the edit repairs only where it acts in several at once.")
+    return words
+
+
+GLOSSARY = {
+    "decision": "One predicted token of the sum, given the right answer so far.",
+    "lookup": "What a query must find: the first or the second number's token in the column it decides (first same "
+    "column, second same column), the first number's token from the second's (first from second), or what tells the "
+    "carry of the column before (carry). Where the number has ended there is nothing to find.",
+    "target": "The keys that a lookup is after; the sink where there is nothing to find.",
+    "sink": "A learned score that takes part in the softmax and has no value: attention may rest there.",
+    "gap": "How far a key's score trails the target's, in nats (natural logarithms).",
+    "leak": "The sum of exp(-gap) over all but the target, which keeps the share 1 / (1 + leak).",
+    "far": "Farther than training ever showed. Near: the other keys but the target, the query's own (self) and the "
+    "separators + and =.",
+    "column": "Place value, counted in tokens; 0 is the least significant.",
+}
+
+
+# The page
+
+
+def write_report(path: Path, model: HookedAdder, diagnosis: Diagnosis, checkpoint: str, *, seed: int = 0) -> None:
+    """Write the diagnosis as one HTML file that needs no network.
+
+    Args:
+        checkpoint: how the reader knows the model; any text.
+        seed: of the problems that the score profile is measured on.
+
+    Raises:
+        OSError: ``path`` cannot be written; a file that was there is as it was.
+    """
+    write_text(path, report_html(model, diagnosis, checkpoint, seed=seed))
+
+
+def report_html(model: HookedAdder, diagnosis: Diagnosis, checkpoint: str, *, seed: int = 0) -> str:
+    """The page that :func:`write_report` writes."""
+    within = model.config.task.max_digits
+    digits = (min(within, diagnosis.digits), diagnosis.digits)
+    views = [view_of(head, diagnosis.trained, diagnosis.longer) for head in heads_shown(diagnosis)]
+    frames = [Shares(ledger).to_frame() for ledger in (diagnosis.trained, diagnosis.longer)]
+    problems = min(PROFILE_PROBLEMS, diagnosis.score.problems)
+    drawn = model.task.evaluation_problems(diagnosis.digits, problems, seed)
+    profile = score_profile(model, drawn, views[0].head)
+    page = _Page()
+    chosen = "the heads that matter" if diagnosis.verdict.heads else "the heads that give most to far keys"
+    unit = model.config.attention.unit
+    page.section(
+        "Reach",
+        page.figure(
+            reach_figure(diagnosis, within),
+            "Share of problems whose every decision is right, against length. Bars are Wilson's 95% intervals over "
+            "problems.",
+        ),
+    )
+    page.section(
+        "Where decisions go wrong",
+        page.figure(
+            mistakes_figure(diagnosis),
+            "A decision is one predicted token of the sum, given the right answer so far. Rows say which numbers "
+            "still have a digit in the column. Grey: all right. Blank: no such decision.",
+        ),
+    )
+    page.section(
+        "Where attention goes",
+        _note(
+            f"Shown are {chosen}, each in the lookup in which its target lost most. Far is beyond "
+            f"{model.config.trained_distance} {unit}, the most that training showed; where there is nothing to find, "
+            "the sink is what should win. The shares of a column add to 1."
+        ),
+        *(
+            page.figure(
+                shares_figure(view.head, view.key, frames[0], frames[1], digits),
+                "",
+                title=view.title,
+            )
+            for view in views
+        ),
+    )
+    infinite = "" if model.config.attention.sink else " Infinite leaks (nothing to find and no sink) are not drawn."
+    page.section(
+        "How the leak grows",
+        _note(
+            "A target keeps the share 1 / (1 + leak), so a majority while its leak is below 1. A crowd of n keys that "
+            "all trail by a gap g leaks n e<sup>&minus;g</sup>: a majority needs g &gt; ln n. The dashed line is "
+            "such a crowd at g = the median gap of training, to the best other key, in nats. Points are medians over "
+            f"queries, with quartiles, in bins of n.{infinite}"
+        ),
+        '<div class="grid">'
+        + "".join(page.figure(leak_figure(view, digits), "", title=view.title) for view in views)
+        + "</div>",
+    )
+    page.section(
+        "Score against distance",
+        page.figure(
+            profile_figure(profile),
+            f"Scores of keys that a query sees, at {diagnosis.digits} digits ({problems} problems), separators and "
+            "the query's own token aside. Content (the score without positions), rotation and decay add to the score: "
+            "choose their names in the legend to show them, with Enter or the space bar too.",
+            title=f"Head {profile.head[0]}.{profile.head[1]}",
+        ),
+    )
+    page.section("Interventions", _note("Each edit acts in all heads of the saved checkpoint."), _trials(diagnosis))
+    by_head = (
+        " Repaired alone: the share of wrong decisions that the proving edit repairs in this head only. Left without: "
+        "the share still wrong when it acts in every head but this one."
+    )
+    page.section(
+        "Heads",
+        _note(
+            f"Shares at {digits[0]} digits, as trained, and at {digits[1]} digits, now."
+            + by_head * bool(diagnosis.head_trials)
+        ),
+        _heads(diagnosis),
+    )
+    return page.html(_verdict(diagnosis, checkpoint), _made(model, diagnosis, checkpoint, seed), diagnosis)
+
+
+class _Page:
+    """Sections and figures, numbered as they come."""
+
+    def __init__(self) -> None:
+        self.sections: list[tuple[str, str]] = []
+        self.figures: dict[str, Any] = {}
+
+    def figure(self, figure: Any, caption: str, title: str = "") -> str:
+        """A figure's place in the page; ``caption`` is text."""
+        name = f"figure-{len(self.figures) + 1}"
+        figure.update_layout(template=None)  # the page sets one of its own
+        self.figures[name] = figure.to_plotly_json()
+        heading = f"<h3>{escape(title)}</h3>" if title else ""
+        below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+        height = figure.layout.height
+        label = escape(f"Figure: {title or caption}")
+        plot = f'<div class="plot" id="{name}" role="group" aria-label="{label}" style="min-height:{height}px"></div>'
+        return f"<figure>{heading}{plot}{below}</figure>"
+
+    def section(self, title: str, *content: str) -> None:
+        self.sections.append((title, "".join(content)))
+
+    def html(self, top: str, bottom: str, diagnosis: Diagnosis) -> str:
+        numbered = [(f"section-{i}", title, body) for i, (title, body) in enumerate(self.sections, start=1)]
+        links = "".join(f'<li><a href="#{name}">{escape(title)}</a></li>' for name, title, _ in numbered)
+        body = "".join(f'<section id="{n}"><h2>{escape(title)}</h2>{text}</section>' for n, title, text in numbered)
+        themes = {"light": LIGHT.to_plotly_json(), "dark": DARK.to_plotly_json()}
+        title = escape(f"leaksum: {diagnosis.verdict.cause} at {diagnosis.digits} digits")
+        terms = "".join(
+            f"<div><dt>{escape(term)}</dt><dd>{escape(means)}</dd></div>" for term, means in GLOSSARY.items()
+        )
+        words = f'<details><summary>Words used here</summary><dl class="list">{terms}</dl></details>'
+        return (
+            f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">{_POLICY}'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            '<meta name="color-scheme" content="light dark">'
+            f'<title>{title}</title><link rel="icon" href="data:,"><style>{_STYLE}</style></head>\n<body>'
+            f'<main>{top}<nav aria-label="Contents"><ul>{links}</ul></nav>{words}'
+            "<noscript><p>The figures are drawn by a script in this file, which this browser does not run.</p>"
+            f"</noscript>{body}{bottom}</main>\n"
+            f"<script>{_script_text(get_plotlyjs())}</script>\n"
+            f'<script type="application/json" id="themes">{_embedded(themes)}</script>\n'
+            f'<script type="application/json" id="figures">{_embedded(self.figures)}</script>\n'
+            f"<script>{_SCRIPT}</script></body></html>\n"
+        )
+
+
+def _verdict(diagnosis: Diagnosis, checkpoint: str) -> str:
+    verdict, found = diagnosis.verdict, diagnosis.score
+    known = verdict.cause in ("none", "unexplained")
+    status = "" if known else ", proved" if verdict.proved else ", not proved"
+    low, high = found.exact_interval
+    facts = {
+        "problems exact": f"{found.exact:.2f} of {found.problems} (95% interval {low:.2f} to {high:.2f})",
+        "decisions wrong": f"{found.n_wrong} of {found.decisions}",
+        "first wrong column": "none" if found.first_wrong_column is None else str(found.first_wrong_column),
+    }
+    listed = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
+    words = "".join(f"<p>{escape(sentence)}</p>" for sentence in verdict_words(diagnosis))
+    lines = [f"<li>{escape(line)}</li>" for line in verdict.evidence]
+    first, rest = lines[:EVIDENCE_LINES], lines[EVIDENCE_LINES:]
+    more = f"<details><summary>{len(rest)} more</summary><ul>{''.join(rest)}</ul></details>" if rest else ""
+    return (
+        f'<header class="{"fine" if verdict.cause == "none" else "fails"}">'
+        f'<p class="checkpoint">{escape(checkpoint)} at {diagnosis.digits} digits</p>'
+        f"<h1>Verdict: {escape(verdict.cause + status)}</h1>{words}<dl>{listed}</dl></header>"
+        f'<section id="evidence"><h2>Evidence</h2><ul>{"".join(first)}</ul>{more}</section>'
+    )
+
+
+def _trials(diagnosis: Diagnosis) -> str:
+    head = ("edit", "what it does", "wrong", "exact", "repaired", "broken")
+    base = diagnosis.score
+    rows: list[list[Any]] = [["(none)", "the checkpoint as it is", base.n_wrong, base.exact, None, None]]
+    marked = set()
+    for trial in diagnosis.trials:
+        if trial.name == diagnosis.verdict.proved_by:
+            marked.add(len(rows))
+        rows.append([trial.name, edit_words(trial.name), trial.wrong, trial.exact, trial.repaired, trial.broken])
+    note = _note("In bold, the edit that the verdict rests on.") if marked else ""
+    return _table("Interventions", head, rows, marked) + note
+
+
+def _heads(diagnosis: Diagnosis) -> str:
+    columns = {
+        "lookup": "lookup",
+        "share_trained": "target, trained",
+        "share": "target, now",
+        "sink_trained": "sink, trained",
+        "sink": "sink, now",
+        "far": "far, now",
+        "sink_head": "sink head",
+        "crowd_head": "crowd head",
+        "collapsed": "collapsed",
+        "repaired_alone": "repaired alone",
+        "left_without": "left without",
+        "decides": "decides",
+    }
+    if not diagnosis.head_trials:
+        columns = {
+            key: words for key, words in columns.items() if key not in ("repaired_alone", "left_without", "decides")
+        }
+    found = diagnosis.to_json()["heads"]
+    rows = [[f"{row['layer']}.{row['head']}", *(row.get(key) for key in columns)] for row in found]
+    marked = {i for i, row in enumerate(found) if row.get("decides")}
+    return _table("Heads", ["head", *columns.values()], rows, marked)
+
+
+def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[Any]], marked: Iterable[int] = ()) -> str:
+    """A table; the first cell of a row names it. Wider than the page, it scrolls by itself."""
+    text = {i for i in range(len(head)) if any(isinstance(row[i], str) for row in rows)}
+
+    def kind(i: int) -> str:
+        return ' class="text"' if i in text else ""
+
+    top = "".join(f'<th scope="col"{kind(i)}>{escape(cell)}</th>' for i, cell in enumerate(head))
+    body, mark = [], ' class="marked"'
+    for i, row in enumerate(rows):
+        cells = "".join(f"<td{kind(j)}>{escape(_cell(cell))}</td>" for j, cell in enumerate(row) if j)
+        first = f'<th scope="row" class="text">{escape(_cell(row[0]))}</th>'
+        body.append(f"<tr{mark * (i in marked)}>{first}{cells}</tr>")
+    return (
+        f'<div class="scroll" role="region" aria-label="Table: {escape(name)}" tabindex="0"><table>'
+        f"<thead><tr>{top}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def _cell(value: Any) -> str:
+    if value is None or value != value:
+        return "\N{EN DASH}"
+    if isinstance(value, bool | np.bool_):
+        return "yes" if value else "no"
+    return f"{value:.2f}" if isinstance(value, float) else str(value).replace("_", " ")
+
+
+def _note(html: str) -> str:
+    return f'<p class="note">{html}</p>'
+
+
+def _made(model: HookedAdder, diagnosis: Diagnosis, checkpoint: str, seed: int) -> str:
+    """How to have these numbers again."""
+    config, found = model.config, diagnosis.score
+    command = (
+        f"leaksum diagnose {shlex.quote(checkpoint)} --digits {diagnosis.digits} --problems {found.problems} "
+        f"--seed {seed}"
+    )
+    attention = config.attention
+    facts = {
+        "command": command,
+        "model": f"{config.n_layers} layers of {config.n_heads} heads, d_model {config.d_model}, positions "
+        f"{attention.scheme}, decay {attention.decay:g} per column, sink {'yes' if attention.sink else 'no'}",
+        "task": f"chunks of {config.task.chunk} cut from the {config.task.cut}, trained on {config.task.min_digits} to "
+        f"{config.task.max_digits} digits",
+        "run": ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in found.run.items()),
+    }
+    listed = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
+    return f'<section id="made"><h2>How this was made</h2><dl class="list">{listed}</dl></section>'
+
+
+def _script_text(code: str) -> str:
+    """JavaScript that may stand inside a script element."""
+    return code.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _embedded(value: Any) -> str:
+    """JSON that may stand inside a script element: no ``<`` in it, arrays as lists, no number as null."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: plain(inner) for key, inner in item.items()}
+        if isinstance(item, np.ndarray | np.generic):
+            item = item.tolist()
+        if isinstance(item, list | tuple):
+            return [plain(inner) for inner in item]
+        if isinstance(item, float):
+            return float(f"{item:.6g}") if np.isfinite(item) else None
+        return item
+
+    return json.dumps(plain(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+# Nothing is fetched from anywhere, and the browser sees to it
+_POLICY = (
+    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; img-src data: blob:\">"
+)
+
+_STYLE = """
+:root { --ink: #1f2328; --soft: #59636e; --paper: #ffffff; --card: #f4f6f8; --line: #d5dae0; --link: #0060a0;
+  --fails: #d55e00; --fine: #009e73; }
+@media screen and (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --soft: #a3adb8; --paper: #15181c;
+  --card: #1e2329; --line: #3a424c; --link: #6cbcf0; } }
+* { box-sizing: border-box; }
+html { color: var(--ink); background: var(--paper); font: 16px/1.5 system-ui, sans-serif; }
+body { margin: 0; }
+main { max-width: 1120px; margin: 0 auto; padding: 20px 20px 48px; }
+header { background: var(--card); border-left: 6px solid var(--fails); border-radius: 6px; padding: 14px 20px; }
+header.fine { border-color: var(--fine); }
+header p { margin: 6px 0; max-width: 82ch; }
+.checkpoint { color: var(--soft); overflow-wrap: anywhere; }
+h1 { font-size: 1.55rem; line-height: 1.25; margin: 2px 0 8px; }
+h2 { font-size: 1.2rem; margin: 0 0 8px; }
+h3 { font-size: 1rem; margin: 12px 0 0; }
+dl { display: flex; flex-wrap: wrap; gap: 8px 32px; margin: 12px 0 0; }
+dt { color: var(--soft); font-size: .85rem; }
+dd { margin: 0; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+dl.list { display: block; }
+dl.list div { margin-bottom: 8px; }
+section { margin-top: 28px; }
+ul { margin: 0; padding-left: 1.3em; }
+li { overflow-wrap: anywhere; }
+details { margin-top: 4px; }
+summary { cursor: pointer; color: var(--link); width: fit-content; }
+nav { margin-top: 20px; border-block: 1px solid var(--line); padding: 8px 0; font-size: .92rem; }
+nav ul { display: flex; flex-wrap: wrap; gap: 4px 20px; list-style: none; padding: 0; }
+a { color: var(--link); }
+:focus-visible { outline: 2px solid var(--link); outline-offset: 2px; }
+figure { margin: 0; min-width: 0; }
+.plot { width: 100%; overflow: hidden; }
+figcaption, .note { color: var(--soft); font-size: .92rem; max-width: 95ch; margin: 4px 0; }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 8px 24px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: 4px 12px 4px 0; text-align: right; border-bottom: 1px solid var(--line); vertical-align: baseline; }
+th { font-weight: 600; }
+tbody th { font-weight: 400; white-space: nowrap; }
+.text { text-align: left; }
+td.text { min-width: 20ch; }
+.marked > * { font-weight: 700; }
+@media (max-width: 600px) { main { padding: 12px 12px 32px; } header { padding: 12px 14px; } }
+@media print { html { font-size: 12px; } main { max-width: none; padding: 0; }
+  nav, .modebar { display: none !important; }
+  figure, header, tr { break-inside: avoid; } h2, h3, .note { break-after: avoid; } .grid { display: block; }
+  .scroll { overflow: visible; } th, td { padding-right: 8px; } }
+"""
+
+_SCRIPT = """
+(() => {
+  "use strict";
+  const read = id => JSON.parse(document.getElementById(id).textContent);
+  const themes = read("themes"), figures = read("figures");
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const NARROW = 560, PRINTED = 660;  // pixels
+  const CONFIG = {displaylogo: false, modeBarButtons: [["toImage", "resetScale2d"]]};
+  const merge = (into, from) => {
+    for (const [key, value] of Object.entries(from)) {
+      const nested = value && typeof value === "object" && !Array.isArray(value);
+      into[key] = nested ? merge(into[key] ?? {}, value) : value;
+    }
+    return into;
+  };
+  // a legend that the keyboard reaches: Enter or the space bar hides and shows what it names
+  const openLegend = box => {
+    for (const item of box.querySelectorAll(".legend .traces")) {
+      const trace = item.__data__?.[0]?.trace;
+      if (!trace || trace._isShape || trace.index === undefined) continue;
+      const same = box.data.flatMap((other, i) =>
+        i === trace.index || (trace.legendgroup && other.legendgroup === trace.legendgroup) ? [i] : []);
+      item.setAttribute("tabindex", "0");
+      item.setAttribute("role", "button");
+      item.setAttribute("aria-label", trace.name);
+      item.setAttribute("aria-pressed", String(trace.visible === true));
+      item.dataset.trace = trace.index;
+      item.onkeydown = event => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        Plotly.restyle(box, {visible: trace.visible === true ? "legendonly" : true}, same).then(() =>
+          box.querySelector(`.legend .traces[data-trace="${trace.index}"]`)?.focus());
+      };
+    }
+  };
+  const draw = printing => {
+    for (const [id, figure] of Object.entries(figures)) {
+      const box = document.getElementById(id);
+      const layout = structuredClone(figure.layout);
+      layout.template = themes[dark.matches && !printing ? "dark" : "light"];
+      layout.width = printing ? PRINTED : box.clientWidth;
+      layout.uirevision = "kept";
+      if (layout.width < NARROW) merge(layout, layout.meta?.narrow ?? {});
+      const first = !box.data;
+      Plotly.react(box, figure.data, layout, CONFIG);
+      if (first) box.on("plotly_afterplot", () => openLegend(box));
+      openLegend(box);
+    }
+  };
+  let width = 0, closed = [];
+  draw(false);
+  dark.addEventListener("change", () => draw(false));
+  new ResizeObserver(([page]) => {
+    const now = Math.round(page.contentRect.width);
+    if (width && now !== width) requestAnimationFrame(() => draw(false));
+    width = now;
+  }).observe(document.querySelector("main"));
+  addEventListener("beforeprint", () => {
+    closed = [...document.querySelectorAll("details:not([open])")];
+    closed.forEach(details => { details.open = true; });
+    draw(true);
+  });
+  addEventListener("afterprint", () => {
+    closed.forEach(details => { details.open = false; });
+    draw(false);
+  });
+})();
+"""

@@ -1,0 +1,252 @@
+"""The HTML report: one file that asks for nothing else, and that a browser draws without a complaint."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import interp.cli as cli
+import interp.diagnosis as diagnosis
+from interp import report
+from models.checkpoint import load_checkpoint
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+HOSTILE = "<img src=x onerror=alert(1)>"
+VOID = {"meta", "link", "img", "br", "hr", "input"}
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+# presses Enter on the first part of the profile's legend, and says what came of it
+PRESS_ENTER = """<script>addEventListener("load", () => setTimeout(() => {
+  const box = [...document.querySelectorAll(".plot")].at(-1);
+  const item = [...box.querySelectorAll(".legend .traces")].find(i => i.getAttribute("aria-label") === "content");
+  const shown = () => String(box.data.find(trace => trace.name === "content").visible ?? true);
+  const before = shown();
+  item.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter"}));
+  setTimeout(() => { document.body.dataset.pressed = before + " to " + shown(); }, 500);
+}, 500));</script>"""
+
+
+class Page(HTMLParser):
+    """Elements, the addresses that they load or link to, text by element, and whether every element is closed."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.handlers: list[str] = []
+        self.text: dict[str, str] = {}
+        self.feed(html)
+        self.close()
+        assert not self.open, f"left open: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.ids += [value for name, value in attrs if name == "id"]
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "srcset", "action", "data")]
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.text[self.open[-1]] = self.text.get(self.open[-1], "") + data
+
+
+@cache
+def diagnosed(cause):
+    """A model and its diagnosis: one that fails by dilution, or one that does not fail."""
+    name, digits = {
+        "dilution": ("1digit-rotary2d-seed0", 60),
+        "none": ("1digit-rotary2d-pressure-seed0", 20),
+    }[cause]
+    model = load_checkpoint(FIXTURES / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diagnosis, "HEAD_PROBLEMS", 1)
+        return model, diagnosis.diagnose(model, digits, 8)
+
+
+@pytest.fixture(scope="module", params=["dilution", "none"])
+def case(request):
+    return request.param, *diagnosed(request.param)
+
+
+@pytest.fixture(scope="module")
+def written(case, tmp_path_factory):
+    _, model, found = case
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    report.write_report(path, model, found, HOSTILE)
+    return path
+
+
+def test_one_file_that_asks_for_nothing_else(case, written):
+    html = written.read_text(encoding="utf-8")
+    page = Page(html)
+    assert written.stat().st_size < 6e6
+    assert [p.name for p in written.parent.iterdir()] == [written.name]
+    assert all(re.fullmatch(r"#section-\d+|data:,", address) for address in page.addresses)
+    assert {address[1:] for address in page.addresses if address.startswith("#")} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    style = page.text["style"]
+    assert "url(" not in style
+    assert "@import" not in style
+    assert "default-src 'none'" in html
+    assert page.handlers == []
+
+
+def test_says_the_verdict_first_and_keeps_names_as_text(case, written):
+    cause, _, found = case
+    html = written.read_text(encoding="utf-8")
+    page = Page(html)
+    assert found.verdict.cause == cause
+    assert cause in page.text["h1"]
+    assert page.text["h1"] == f"Verdict: {cause}" + (", proved" if cause == "dilution" else "")
+    assert HOSTILE not in html
+    assert HOSTILE in page.text["p"]
+    assert "img" not in page.tags
+    assert all(line in page.text["li"] for line in found.verdict.evidence)
+    order = ["<h1>", ">Evidence<", *(f"<h2>{name}" for name in ("Reach", "Where decisions", "Where attention"))]
+    order += [f"<h2>{name}" for name in ("How the leak", "Score against", "Interventions", "Heads")]
+    places = [html.index(mark) for mark in order]
+    assert places == sorted(places)
+    if cause == "dilution":
+        assert "all far keys removed" in page.text["p"]
+        assert all(f"{layer}.{head}" in page.text["p"] for layer, head in found.verdict.heads[: report.NAMED_HEADS])
+
+
+def test_every_axis_has_a_title_and_every_number_is_json(written):
+    found = re.search(r'id="figures">(.*?)</script>', written.read_text(encoding="utf-8"), re.DOTALL)
+    figures = json.loads(found.group(1))
+    assert len(figures) >= 5
+    for figure in figures.values():
+        axes = {name: axis for name, axis in figure["layout"].items() if re.fullmatch(r"[xy]axis\d*", name)}
+        shared = {name for name, axis in axes.items() if axis.get("matches") and axis.get("showticklabels") is False}
+        assert len(axes) >= 2
+        assert all(axes[name]["title"]["text"] for name in axes.keys() - shared)
+
+
+def test_the_same_bytes_again(case, written, tmp_path):
+    _, model, found = case
+    report.write_report(tmp_path / "again.html", model, found, HOSTILE)
+    assert (tmp_path / "again.html").read_bytes() == written.read_bytes()
+
+
+def test_shares_stack_to_one_and_mistakes_add_up(case):
+    _, _, found = case
+    figure = report.mistakes_figure(found)
+    wrong, decisions = (figure.data[0].customdata[..., i].astype(int).sum() for i in (1, 2))
+    assert (wrong, decisions) == (found.score.n_wrong, found.score.decisions)
+    head = report.heads_shown(found)[0]
+    view = report.view_of(head, found.trained, found.longer)
+    frames = [report.Shares(ledger).to_frame() for ledger in (found.trained, found.longer)]
+    bars = report.shares_figure(head, view.key, *frames, (10, found.digits)).data
+    for side in ("x", "x2"):
+        np.testing.assert_allclose(sum(bar.y for bar in bars if (bar.xaxis or "x") == side), 1, atol=1e-9)
+
+
+@pytest.mark.parametrize("columns", [1, 160, 161, 1001])
+def test_column_bins_are_few_and_cover_every_column(columns):
+    width, edges = report.column_bins(np.arange(columns))
+    assert len(edges) <= report.MOST_BINS
+    assert edges[-1] < columns <= edges[-1] + width
+    assert width == 1 or columns > report.MOST_BINS
+
+
+def test_leak_by_keys_is_the_median_in_each_bin():
+    rng = np.random.default_rng(0)
+    keys, leak = rng.integers(5, 400, 3000), rng.exponential(size=3000)
+    leak[keys > 390] = np.inf
+    n, low, middle, high = report.leak_by_keys(keys, leak)
+    assert len(n) <= report.LEAK_BINS
+    assert (np.diff(n) > 0).all()
+    assert ((low <= middle) & (middle <= high)).all()
+    assert not np.isnan(middle).any()
+    (one,) = zip(*report.leak_by_keys(np.array([7, 7, 7]), np.array([1.0, 2.0, 9.0])), strict=True)
+    assert one == (7, 1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("cause", "edit"),
+    [
+        ("aliasing", "drop-best-far=4"),
+        ("drift", "restore-far"),
+        ("drift", "restore-targets"),
+        ("starvation", "sink-boost=-1"),
+        ("unexplained", None),
+    ],
+)
+@pytest.mark.parametrize("proved", [True, False])
+def test_words_for_every_cause(cause, edit, proved):
+    _, found = diagnosed("dilution")
+    proved = proved and edit is not None
+    trials = (*found.trials, diagnosis.Trial("sink-boost=-1", 0, 1.0, 2, 0))
+    verdict = replace(found.verdict, cause=cause, proved_by=edit, proved=proved)
+    meaning, proof, *_ = words = report.verdict_words(replace(found, verdict=verdict, trials=trials))
+    assert all(sentence[0].isupper() and sentence.endswith(".") for sentence in words)
+    assert meaning.startswith(report.CAUSES[cause])
+    assert meaning.endswith(report.DRIFTS.get(edit, ""))
+    assert proof.startswith("Proved: " if proved else "Not proved: " if edit else "The best of ")
+    assert edit is None or edit in proof
+
+
+def test_the_command_writes_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(diagnosis, "HEAD_PROBLEMS", 1)
+    checkpoint, out = FIXTURES / "1digit-rotary2d-pressure-seed0", tmp_path / "new" / "out.html"
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["diagnose", str(checkpoint), "--digits", "12", "--problems", "2", "--report", str(out), "--json"])
+    assert stop.value.code == 0
+    assert json.loads(capsys.readouterr().out)["verdict"]["cause"] == "none"
+    assert "Verdict: none" in Page(out.read_text(encoding="utf-8")).text["h1"]
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["diagnose", str(checkpoint), "--report", str(tmp_path)])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def dump_dom(page, folder):
+    """The page after its scripts have run, and the browser's log.
+
+    On a loaded machine Chromium may hang at its start, so a second try is made.
+    """
+    flags = [
+        *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+        *("--virtual-time-budget=5000", "--enable-logging=stderr", "--dump-dom", page.as_uri()),
+    ]
+    for attempt in (1, 2):
+        command = [BROWSER, f"--user-data-dir={folder / f'profile-{attempt}'}", *flags]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        except subprocess.TimeoutExpired:
+            if attempt == 2:
+                raise
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs a Chromium binary: chromium, chromium-browser or google-chrome")
+def test_a_browser_draws_it_without_a_complaint(written, tmp_path):
+    page = tmp_path / "page.html"
+    html = written.read_text(encoding="utf-8")
+    page.write_text(html.replace("</body>", PRESS_ENTER + "</body>"), encoding="utf-8")
+    run = dump_dom(page, tmp_path)
+    complaints = [line for line in run.stderr.splitlines() if "CONSOLE" in line or "Uncaught" in line]
+    assert complaints == []
+    drawn = Page(html).ids
+    figures = [name for name in drawn if name.startswith("figure-")]
+    for name in figures:
+        plot = run.stdout.split(f'id="{name}"', 1)[1].split("</figure>", 1)[0]
+        assert 'class="main-svg"' in plot
+        assert "NaN" not in plot
+    assert 'data-pressed="legendonly to true"' in run.stdout
