@@ -488,7 +488,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(error.format_message())
             sys.exit(2)
-        _fail(error.format_message(), 2)
+        _fail(error.format_message() + _offending(error, arguments), 2)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
@@ -503,6 +503,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         _fail(str(error), 2)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _offending(error: Any, arguments: Sequence[str]) -> str:
+    """The value that an option could not take, if the error is about one."""
+    for i, argument in enumerate(arguments):
+        option, equals, value = argument.partition("=")
+        if option in getattr(getattr(error, "param", None), "opts", ()):
+            following = value if equals else next(iter(arguments[i + 1 :]), "")
+            return f", got {following[:60]!r}"
+    return ""
 
 
 def _fail(message: str, status: int) -> None:

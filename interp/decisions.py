@@ -34,7 +34,7 @@ def wilson_interval(right: int, n: int, z: float = Z95) -> tuple[float, float]:
         raise ValueError(f"a share needs 0 <= right <= n and n >= 1, got {right} of {n}")
     p, s = right / n, z * z / n
     centre, half = (p + s / 2) / (1 + s), z / (1 + s) * (p * (1 - p) / n + s / (4 * n)) ** 0.5
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))  # rounding must not leave p outside
 
 
 @dataclass(frozen=True)

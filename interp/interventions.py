@@ -17,7 +17,7 @@ random-control     removes as many random keys per query as ``far`` would, targe
 
 from __future__ import annotations
 
-import math
+import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +35,7 @@ from models.config import InputError
 from models.transformer import HookedAdder
 
 _MEMO_BYTES = 2**26  # of masks kept between layers
+_MOST_BOOST = 1e6  # more than any score; float32 adds it without overflow
 
 Hook = tuple[str, Callable[..., Any]]
 Head = tuple[int, int]
@@ -305,27 +306,26 @@ def _no_value(kind: str, value: str | None) -> None:
 
 
 def _window(kind: str, value: str | None) -> int:
-    if value is None or not value.isascii() or not value.isdigit() or int(value[:9]) < 1:
-        raise InterventionError(f"{kind} must be at least 1, a whole number of columns or tokens, got {_shown(value)}")
-    return int(value[:9])
+    return _whole(kind, value, "be at least 1, a whole number of columns or tokens")
 
 
 def _count(kind: str, value: str | None) -> int:
-    if value is None:
-        return 1
-    if not value.isascii() or not value.isdigit() or int(value[:9]) < 1:
-        raise InterventionError(f"{kind} takes a number of keys from 1 up, got {_shown(value)}")
-    return int(value[:9])
+    return 1 if value is None else _whole(kind, value, "be a number of keys from 1 up")
+
+
+def _whole(kind: str, value: str | None, must: str) -> int:
+    if value is None or re.fullmatch(r"0*[1-9][0-9]{0,8}", value) is None:
+        raise InterventionError(f"{kind} must {must}, got {_shown(value)}")
+    return int(value)
 
 
 def _number(kind: str, value: str | None) -> float:
-    try:
-        number = float(value or "")
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise InterventionError(f"{kind} must be a finite number, 'log' or '2log', got {_shown(value)}")
-    return number
+    decimal = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?", value or "")
+    if decimal is None or abs(float(decimal[0])) > _MOST_BOOST:
+        raise InterventionError(
+            f"{kind} must be a finite number within {_MOST_BOOST:g} of 0, 'log' or '2log', got {_shown(value)}"
+        )
+    return float(decimal[0])
 
 
 def _boost_value(kind: str, value: str | None) -> None:

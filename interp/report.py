@@ -874,7 +874,10 @@ _SCRIPT = """
       layout.template = themes[dark.matches && !printing ? "dark" : "light"];
       layout.width = printing ? PRINTED : box.clientWidth;
       layout.uirevision = "kept";
-      if (layout.width < NARROW) merge(layout, layout.meta?.narrow ?? {});
+      const narrow = String(layout.width < NARROW);
+      if (narrow === "true") merge(layout, layout.meta?.narrow ?? {});
+      if (box.data && box.dataset.narrow !== narrow) Plotly.purge(box);  // a colour bar cannot be turned in place
+      box.dataset.narrow = narrow;
       const first = !box.data;
       Plotly.react(box, figure.data, layout, CONFIG);
       if (first) box.on("plotly_afterplot", () => openLegend(box));

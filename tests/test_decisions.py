@@ -294,7 +294,11 @@ def test_no_problem_is_refused(untrained):
 @pytest.mark.parametrize("training", [True, False])
 def test_scoring_restores_the_training_flag(untrained, training):
     model = copy.deepcopy(untrained).train(training)
-    score(model, MIXED)
+    seen: list[bool] = []
+    with model.hooks([("hook_embed", lambda value, hook: seen.append(model.training))]):
+        score(model, MIXED)
+    assert seen
+    assert not any(seen)
     assert model.training == training
     assert all(module.training == training for module in model.modules())
 
