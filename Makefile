@@ -5,7 +5,7 @@ CKPT ?= fixtures/1digit-rotary2d-seed0
 DIGITS ?= 100
 BIN := $(VENV)/bin
 
-.PHONY: diagnose test lint bench clean
+.PHONY: diagnose test lint bench readme clean
 .DELETE_ON_ERROR:
 
 diagnose: $(VENV)/.ready
@@ -21,6 +21,9 @@ lint: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python tests/benchmarks/bench_score.py
+
+readme: $(VENV)/.ready
+	$(BIN)/python tests/readme.py
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "leaksum needs Python 3.11 or newer")'

@@ -172,7 +172,7 @@ def every(layers: tuple[int, ...] = (0, 1, 2)) -> Heads:
 
 
 PLANTS = (
-    Plant("one key 12 columns back, head 2.0", "aliasing", 40, ((2, 0),), alias(12)),
+    Plant("one key 12 columns back, head 1.0", "aliasing", 40, ((1, 0),), alias(12)),
     Plant("one key a row 13 columns back, all heads", "aliasing", 60, every(), alias(13)),
     Plant("a's key 15 columns back, layer 1", "aliasing", 40, every((1,)), alias(15, row=0)),
     Plant("one key a row 20 columns back, layers 1 and 2", "aliasing", 60, every((1, 2)), alias(20)),
