@@ -306,17 +306,18 @@ def _no_value(kind: str, value: str | None) -> None:
 
 
 def _window(kind: str, value: str | None) -> int:
-    return _whole(kind, value, "be at least 1, a whole number of columns or tokens")
+    return _whole(kind, value, "must be at least 1, a whole number of columns or tokens")
 
 
 def _count(kind: str, value: str | None) -> int:
-    return 1 if value is None else _whole(kind, value, "be a number of keys from 1 up")
+    return 1 if value is None else _whole(kind, value, "takes a number of keys from 1 up")
 
 
-def _whole(kind: str, value: str | None, must: str) -> int:
-    if value is None or re.fullmatch(r"0*[1-9][0-9]{0,8}", value) is None:
-        raise InterventionError(f"{kind} must {must}, got {_shown(value)}")
-    return int(value)
+def _whole(kind: str, value: str | None, takes: str) -> int:
+    if value is None or re.fullmatch(r"0*[1-9][0-9]*", value) is None:
+        raise InterventionError(f"{kind} {takes}, got {_shown(value)}")
+    digits = value.lstrip("0")
+    return int(digits) if len(digits) < 10 else 10**9  # no sequence is longer
 
 
 def _number(kind: str, value: str | None) -> float:
