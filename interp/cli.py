@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -409,14 +410,12 @@ def _print_score(console: Console, payload: dict[str, Any]) -> None:
 
 
 def _print_diagnosis(console: Console, found: Any) -> None:
-    from rich.padding import Padding
-    from rich.text import Text
-
     verdict = found.verdict
     status = "" if verdict.cause in ("none", "unexplained") else ", proved" if verdict.proved else ", not proved"
     console.print(f"verdict at {found.digits} digits: {verdict.cause}{status}", style="bold")
     for line in verdict.evidence:
-        console.print(Padding(Text(f"- {line}"), (0, 0, 0, 2)))
+        indented = textwrap.fill(line, console.width, initial_indent="  - ", subsequent_indent="    ")
+        console.print(indented, markup=False)
     console.print()
     _table(console, found.reach.to_json())
     if found.trials:
