@@ -81,13 +81,13 @@ RECIPES: dict[str, Recipe] = {
             "1digit-rotary",
             "the study's baseline: rotation by token position, no decay, no sink",
             AttentionConfig(scheme="rotary", sink=False),
-            steps=1200,
+            steps=6000,
         ),
         _one_digit(
             "1digit-nope",
             "no positions at all: the causal mask alone tells order",
             AttentionConfig(scheme="none", sink=False),
-            steps=1500,
+            steps=6000,
         ),
     )
 }

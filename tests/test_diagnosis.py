@@ -20,7 +20,8 @@ from models.checkpoint import load_checkpoint
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 PROBLEMS = Path(__file__).parent / "problems"
-DILUTING = [f"1digit-rotary2d-seed{seed}" for seed in range(3)]
+DILUTING = [f"1digit-rotary2d-seed{seed}" for seed in range(2)]
+MIXED = "1digit-rotary2d-seed2"  # far keys are most of its failure, not all
 PRESSED = [f"1digit-rotary2d-pressure-seed{seed}" for seed in range(3)]
 CAUSES = ("aliasing", "drift", "dilution", "starvation", "none")
 
@@ -73,6 +74,14 @@ def test_the_diluting_checkpoints_dilute(name):
     assert trials["far"].wrong < 0.01 * found.score.n_wrong
     assert trials["random-control"].wrong > 0.1 * found.score.n_wrong
     assert (found.verdict.cause, found.verdict.proved, found.verdict.proved_by) == ("dilution", True, "far")
+
+
+@pytest.mark.slow
+def test_a_failure_that_far_keys_do_not_wholly_explain_stays_unexplained():
+    found = diagnose(load_checkpoint(FIXTURES / MIXED), 100, 20)
+    trials = {trial.name: trial for trial in found.trials}
+    assert 0.01 * found.score.n_wrong < trials["far"].wrong < 0.5 * found.score.n_wrong < trials["random-control"].wrong
+    assert (found.verdict.cause, found.verdict.proved, found.verdict.proved_by) == ("unexplained", False, None)
 
 
 @pytest.mark.slow
