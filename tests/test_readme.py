@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def test_the_table_of_checkpoints_is_what_they_measure():
     """Exact match to the digit but for a problem decided within rounding on another machine: .05 of 20."""
     figures = re.compile(r"\b[01]\.\d\d\b")
-    for line in rows():
+    for line in rows()[2:]:
         name = line.split("|")[1]
         (written,) = (other for other in README.splitlines() if other.startswith(f"|{name}|"))
         assert figures.sub("", line) == figures.sub("", written)

@@ -104,6 +104,8 @@ KILLED = """
 import sys, time
 from pathlib import Path
 sys.path[:0] = [{tests!r}, {root!r}]
+import torch
+torch.set_num_threads(1)  # as in conftest: the bits depend on it
 from models import training
 from test_training import tiny
 training.PROBE_PROBLEMS, training.PROBE_EVERY, training.SAVE_SECONDS = 16, 5, -1.0
