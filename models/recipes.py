@@ -80,8 +80,8 @@ RECIPES: dict[str, Recipe] = {
         _one_digit(
             "1digit-rotary",
             "the study's baseline: rotation by token position, no decay, no sink",
-            AttentionConfig(scheme="rotary", sink=False),
-            steps=6000,
+            AttentionConfig(scheme="rotary", rotary_base=100.0, sink=False),
+            steps=3000,
         ),
         _one_digit(
             "1digit-nope",
