@@ -22,6 +22,7 @@ from interp.interventions import Edit
 from interp.partition import Partition
 from interp.passes import run_problems
 from models.addition import Batch, Problem
+from models.attention import Span
 from models.transformer import HookedAdder
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def crowd_output(model: HookedAdder, problems: Sequence[Problem], interventions:
 
     totals = np.zeros((3, model.cfg.n_layers, model.cfg.n_heads))
     decisions = 0
-    for step in run_problems(model, problems, interventions, extra_hooks=watch):
+    for step in run_problems(model, problems, interventions, watch, every_key=True):
         totals += writers.pop().totals(step.logits)
         decisions += int(step.batch.decisions.sum())
     return CrowdOutput(*(totals / decisions))
@@ -95,9 +96,9 @@ class _Writer:
         self.values[hook.layer()] = v
 
     def _add_far(self, pattern: Tensor, hook: HookPoint) -> None:
-        queries = hook.ctx["query"]
-        far = pattern * self.partition.far(queries)[:, None]
-        v = self.values[hook.layer()][:, : queries.stop]
+        span = Span.of(hook)
+        far = pattern * self.partition.far(span)[:, None]
+        v = self.values[hook.layer()][:, span.key]
         part = einsum(far, v, "batch head query key, batch key head d_head -> batch query head d_head")
         self.far[hook.layer()].append(part)
 

@@ -177,7 +177,7 @@ def score(
         wrong=wrong,
         margin=margin,
         interventions=tuple(intervention.name for intervention in interventions),
-        run=describe_run(model, problems, seed),
+        run=describe_run(model, problems, seed, interventions),
     )
 
 

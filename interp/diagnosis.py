@@ -165,7 +165,7 @@ def diagnose(
     progress("scoring shorter problems")
     curve = Reach({**reach(model, lengths, problems, seed=seed).scores, digits: base})
     progress("keeping the ledger")
-    trained = build_ledger(model, model.task.evaluation_problems(min(within, digits), problems, seed))
+    trained = build_ledger(model, model.task.evaluation_problems(min(within, digits), problems, seed), distances=True)
     longer = build_ledger(model, drawn)
     found = _Investigation(model, drawn, base, trained, longer, seed, progress)
     head_trials: tuple[HeadTrial, ...] = ()
@@ -237,8 +237,9 @@ class _Investigation:
 
     def _ceiling(self) -> torch.Tensor:
         """Per head the highest score that keys at the edge of the trained distances reached, ``[layer, head]``."""
-        reach = self.trained.trained_distance
-        edge = self.trained.distance_max[..., int(reach * (1 - EDGE)) + 1 : reach + 1]
+        at = self.trained.distances
+        assert at is not None
+        edge = at.maximum[..., int(at.trained_distance * (1 - EDGE)) + 1 : at.trained_distance + 1]
         return torch.from_numpy(edge.max(-1, initial=-np.inf))
 
     def _lift(self) -> torch.Tensor:
@@ -248,7 +249,7 @@ class _Investigation:
         that have a part in the lookup.
         """
         columns = int(max(view.column.max() for view in self.longer.lookups.values())) + 1
-        lift = np.zeros((*self.trained.distance_max.shape[:2], len(LOOKUPS), columns))
+        lift = np.zeros((self.model.cfg.n_layers, self.model.cfg.n_heads, len(LOOKUPS), columns))
         for i, name in enumerate(LOOKUPS):
             then, now = (ledger.lookups.get((name, True)) for ledger in (self.trained, self.longer))
             if then is None or now is None:
@@ -263,10 +264,8 @@ class _Investigation:
         return torch.from_numpy(lift)
 
     def _far_keys(self) -> float:
-        """Far keys of the query that has the most."""
-        counts = self.longer.distance_count[:, 0, 0, self.longer.trained_distance + 1 :].sum(-1)
-        queries = max(1, max(len(view.column) for view in self.longer.lookups.values()))
-        return float(counts.max() / queries)
+        """How many far keys a query sees, in the mean of the lookup that sees the most."""
+        return max(float(view.far_keys.mean()) for view in self.longer.lookups.values())
 
     def run(self, edit: Edit) -> Trial:
         if edit.name not in self.trials:

@@ -21,7 +21,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from transformer_lens.hook_points import HookPoint
 
 from interp.partition import Partition
 from models.addition import LOOKUPS, Batch, generator
+from models.attention import Span
 from models.config import InputError
 from models.transformer import HookedAdder
 
@@ -70,17 +71,29 @@ class Scope:
         return mask
 
 
-class Edit(Protocol):
-    """Anything with a name that makes hooks: an :class:`Intervention`, or an edit built from measurements."""
+class Edit:
+    """Anything with a name that makes hooks: an :class:`Intervention`, or an edit built from measurements.
+
+    ``every_key``: whether the hooks need every key by itself, so that none may be pooled or left out
+    (:class:`models.attention.Blocks`).
+    """
+
+    every_key = True
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        raise NotImplementedError
 
-    def hooks(self, model: HookedAdder, partition: Partition) -> list[Hook]: ...
+    def hooks(self, model: HookedAdder, partition: Partition) -> list[Hook]:
+        raise NotImplementedError
+
+    def keeps_within(self, model: HookedAdder) -> int | None:
+        """The distance beyond which no head gives any weight to a key under this edit, separators aside; or None."""
+        return None
 
 
 @dataclass(frozen=True)
-class Intervention:
+class Intervention(Edit):
     """One named edit. ``kind`` and ``value`` are the two sides of its name (``window=4``)."""
 
     kind: str
@@ -95,6 +108,14 @@ class Intervention:
     def hooks(self, model: HookedAdder, partition: Partition) -> list[Hook]:
         """Raises InterventionError if it does not apply to this model."""
         return _KINDS[self.kind].hooks(model, partition, self)
+
+    @property
+    def every_key(self) -> bool:  # type: ignore[override]
+        return _KINDS[self.kind].every_key
+
+    def keeps_within(self, model: HookedAdder) -> int | None:
+        within = _KINDS[self.kind].within
+        return within(model, self) if within is not None and bool(self.scope.mask(model).all()) else None
 
 
 def parse_head(text: str) -> Head:
@@ -135,44 +156,50 @@ def hooks_for(model: HookedAdder, batch: Batch, interventions: Sequence[Edit]) -
 
 @dataclass(frozen=True)
 class _Kind:
-    """How a kind of intervention checks its value and makes its hooks."""
+    """How a kind of intervention checks its value and makes its hooks; ``every_key`` and ``within``: see Edit."""
 
     check: Callable[[str, str | None], object]
     hooks: Callable[[HookedAdder, Partition, Intervention], list[Hook]]
+    every_key: bool = False
+    within: Callable[[HookedAdder, Intervention], int] | None = None
 
 
-def _removal(removed: Callable[[Partition, Intervention, slice], Bool[Tensor, "batch query key"]]) -> Any:
+def _removal(removed: Callable[[Partition, Intervention, Span], Bool[Tensor, "batch query key"]]) -> Any:
     """Hooks that set the scores of the keys that ``removed`` names to -inf, before the softmax."""
 
     def hooks(model: HookedAdder, partition: Partition, intervention: Intervention) -> list[Hook]:
         scope = intervention.scope.mask(model)
-        memo: dict[tuple[int, int], Tensor] = {}  # the same for all layers
+        memo: dict[tuple[int, int], Tensor] = {}  # the same for all layers, unless they see other keys
 
         def remove(scores: Tensor, hook: HookPoint) -> Tensor:
-            queries = hook.ctx["query"]
-            key = (queries.start, queries.stop)
-            if key not in memo:
+            span = Span.of(hook)
+            key = (span.query.start, span.query.stop)
+            if not isinstance(span.key, slice):
+                gone = removed(partition, intervention, span)
+            elif key in memo:
+                gone = memo[key]
+            else:
                 if sum(mask.numel() for mask in memo.values()) > _MEMO_BYTES:
                     memo.clear()
-                memo[key] = removed(partition, intervention, queries)
-            return scores.masked_fill(memo[key][:, None] & scope[hook.layer()][None, :, None, None], -torch.inf)
+                gone = memo[key] = removed(partition, intervention, span)
+            return scores.masked_fill(gone[:, None] & scope[hook.layer()][None, :, None, None], -torch.inf)
 
         return [(f"blocks.{layer}.attn.hook_attn_scores", remove) for layer in _layers(scope)]
 
     return hooks
 
 
-def _far(partition: Partition, _: Intervention, queries: slice) -> Tensor:
-    return partition.far(queries)
+def _far(partition: Partition, _: Intervention, span: Span) -> Tensor:
+    return partition.far(span)
 
 
-def _outside_window(partition: Partition, intervention: Intervention, queries: slice) -> Tensor:
-    return partition.distance(queries) > _window(intervention.kind, intervention.value)
+def _outside_window(partition: Partition, intervention: Intervention, span: Span) -> Tensor:
+    return partition.distance(span) > _window(intervention.kind, intervention.value)
 
 
-def _random_control(partition: Partition, intervention: Intervention, queries: slice) -> Tensor:
-    free = partition.visible(queries) & ~partition.targets(queries)
-    wanted = partition.far(queries).sum(-1, keepdim=True)
+def _random_control(partition: Partition, intervention: Intervention, span: Span) -> Tensor:
+    free = partition.visible(span) & ~partition.targets(span)
+    wanted = partition.far(span).sum(-1, keepdim=True)
     if intervention.value is not None:
         wanted = wanted.clamp(max=_count(intervention.kind, intervention.value))
     draws = np.ones(free.shape)
@@ -180,7 +207,7 @@ def _random_control(partition: Partition, intervention: Intervention, queries: s
         own = tokens[partition.batch.mask[i]].numpy()
         stream = f"random-control {zlib.crc32(own.tobytes())}"
         for j in torch.nonzero(wanted[i, :, 0]).flatten().tolist():
-            query = queries.start + j
+            query = span.query.start + j
             draws[i, j, : query + 1] = generator(intervention.seed, stream, query).random(query + 1)
     drawn = torch.from_numpy(draws).masked_fill(~free, torch.inf)
     last = drawn.sort(-1).values.gather(-1, (wanted - 1).clamp(min=0))
@@ -192,7 +219,7 @@ def _drop_best_far(model: HookedAdder, partition: Partition, intervention: Inter
     number = _count(intervention.kind, intervention.value)
 
     def drop(scores: Tensor, hook: HookPoint) -> Tensor:
-        far = partition.far(hook.ctx["query"])[:, None] & scope[hook.layer()][None, :, None, None]
+        far = partition.far(Span.of(hook))[:, None] & scope[hook.layer()][None, :, None, None]
         rival = scores.masked_fill(~far, -torch.inf)
         best = rival.topk(min(number, rival.shape[-1]), dim=-1)
         keys = torch.where(torch.isneginf(best.values), rival.shape[-1], best.indices)
@@ -207,13 +234,13 @@ def _far_zero(model: HookedAdder, partition: Partition, intervention: Interventi
 
     def zero(pattern: Tensor, hook: HookPoint) -> Tensor:
         here = scope[hook.layer()][None, :, None, None]
-        return pattern.masked_fill(partition.far(hook.ctx["query"])[:, None] & here, 0.0)
+        return pattern.masked_fill(partition.far(Span.of(hook))[:, None] & here, 0.0)
 
     return [(f"blocks.{layer}.attn.hook_pattern", zero) for layer in _layers(scope)]
 
 
 @dataclass(frozen=True)
-class RestoreFar:
+class RestoreFar(Edit):
     """Lowers far keys' scores to ``ceiling`` ``[layer, head]``, measured in training, where they exceed it."""
 
     ceiling: Float[Tensor, "layer head"]
@@ -227,42 +254,44 @@ class RestoreFar:
             layer = hook.layer()
             ceiling = torch.where(scope[layer], self.ceiling[layer], torch.inf).to(scores.dtype)
             bounded = scores.minimum(ceiling[None, :, None, None])
-            return torch.where(partition.far(hook.ctx["query"])[:, None], bounded, scores)
+            return torch.where(partition.far(Span.of(hook))[:, None], bounded, scores)
 
         return [(f"blocks.{layer}.attn.hook_attn_scores", restore) for layer in _layers(scope)]
 
 
 @dataclass(frozen=True)
-class RestoreTargets:
+class RestoreTargets(Edit):
     """Raises each lookup's targets' scores by ``lift`` ``[layer, head, lookup, column]``; the column is the query's."""
 
     lift: Float[Tensor, "layer head lookup column"]
     scope: Scope = field(default=Scope())
     name: str = "restore-targets"
+    every_key = False
 
     def hooks(self, model: HookedAdder, partition: Partition) -> list[Hook]:
         scope, batch = self.scope.mask(model), partition.batch
         column = torch.where(batch.decisions, batch.decision_column, batch.column).clamp(0, self.lift.shape[-1] - 1)
 
         def restore(scores: Tensor, hook: HookPoint) -> Tensor:
-            queries, layer = hook.ctx["query"], hook.layer()
+            span, layer = Span.of(hook), hook.layer()
             for i, name in enumerate(LOOKUPS):
-                lift = (self.lift[layer, :, i] * scope[layer, :, None])[:, column[:, queries]].to(scores.dtype)
+                lift = (self.lift[layer, :, i] * scope[layer, :, None])[:, column[:, span.query]].to(scores.dtype)
                 if lift.any():
                     raised = scores + lift.transpose(0, 1)[..., None]
-                    scores = torch.where(partition.target_set(name, queries)[:, None], raised, scores)
+                    scores = torch.where(partition.target_set(name, span)[:, None], raised, scores)
             return scores
 
         return [(f"blocks.{layer}.attn.hook_attn_scores", restore) for layer in _layers(scope)]
 
 
 @dataclass(frozen=True)
-class RestoreSink:
+class RestoreSink(Edit):
     """Lowers sinks' scores to ``ceiling`` ``[layer, head]``, measured in training, where they exceed it."""
 
     ceiling: Float[Tensor, "layer head"]
     scope: Scope = field(default=Scope())
     name: str = "restore-sink"
+    every_key = False
 
     def hooks(self, model: HookedAdder, partition: Partition) -> list[Hook]:
         scope = self.scope.mask(model)
@@ -339,11 +368,13 @@ def _shown(value: str | None) -> str:
 
 
 _KINDS: dict[str, _Kind] = {
-    "far": _Kind(_no_value, _removal(_far)),
-    "window": _Kind(_window, _removal(_outside_window)),
+    "far": _Kind(_no_value, _removal(_far), within=lambda model, _: model.config.trained_distance),
+    "window": _Kind(
+        _window, _removal(_outside_window), every_key=True, within=lambda _, edit: _window(edit.kind, edit.value)
+    ),
     "sink-boost": _Kind(_boost_value, _sink_boost),
     "far-zero": _Kind(_no_value, _far_zero),
-    "drop-best-far": _Kind(_count, _drop_best_far),
-    "random-control": _Kind(_count, _removal(_random_control)),
+    "drop-best-far": _Kind(_count, _drop_best_far, every_key=True),
+    "random-control": _Kind(_count, _removal(_random_control), every_key=True),
 }
 NAMES = tuple(_KINDS)

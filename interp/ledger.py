@@ -24,9 +24,10 @@ from transformer_lens.hook_points import HookPoint
 
 from interp.interventions import Edit
 from interp.leak import effective_number, leak_from_masses, log_slope, share_from_leak
-from interp.partition import Partition
+from interp.partition import Partition, key_index
 from interp.passes import Progress, run_problems
 from models.addition import LOOKUPS, STATES, Batch, Problem
+from models.attention import Span
 from models.transformer import HookedAdder
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class LookupLedger:
     ``target``: log-mass of the target set (of the sink where there is nothing to find). ``rest``: log-mass of all other
     keys, the sink aside; ``rest_second`` and ``rest_max``: their second moment and maximum. ``classes``: log-mass per
     class, ``[layer, head, query, class]``, the target aside. ``sink``: the sink's score. ``beside``: log-mass of the
-    keys one column to either side of the target. ``column``, ``state``, ``problem``, ``keys``: per query ``[query]``.
+    keys one column to either side of the target. ``column``, ``state``, ``problem``, ``keys``, ``far_keys`` (how many
+    of them are far): per query ``[query]``.
     """
 
     name: str
@@ -60,6 +62,7 @@ class LookupLedger:
     problem: np.ndarray
     query: np.ndarray
     keys: np.ndarray
+    far_keys: np.ndarray
 
     @property
     def leak(self) -> np.ndarray:
@@ -103,37 +106,45 @@ class LookupLedger:
 
 
 @dataclass(frozen=True)
-class Ledger:
-    """All lookups of all problems in all heads, and what keys score at each distance.
+class DistanceLedger:
+    """What keys score at each distance in the scheme's unit: targets, separators and the query itself aside.
 
-    ``lookups``: by ``(name, present)``, those that occur. ``distance_count``: ``[lookup, layer, head, distance]``, how
-    many query-key pairs stand at a distance in the scheme's unit (targets, separators and self aside), for queries with
-    something to find. ``distance_gap``: the same shape, their mean gap to the target; NaN where there is none.
-    ``distance_max``: ``[layer, head, distance]``, the highest score of such a key; -inf where there is none.
+    ``count``: ``[lookup, layer, head, distance]``, how many query-key pairs stand at a distance, for queries with
+    something to find. ``gap``: the same shape, their mean gap to the target; NaN where there is none. ``maximum``:
+    ``[layer, head, distance]``, the highest score of such a key; -inf where there is none.
     """
 
-    lookups: dict[tuple[str, bool], LookupLedger]
-    unit: str
     trained_distance: int
-    distance_count: np.ndarray
-    distance_gap: np.ndarray
-    distance_max: np.ndarray
+    count: np.ndarray
+    gap: np.ndarray
+    maximum: np.ndarray
 
     def slopes(self) -> dict[str, np.ndarray]:
         """Per lookup ``[layer, head]``: slope of the mean gap against ln(distance) beyond the trained distance.
 
         The leak of a crowd stays bounded if this exceeds 1. NaN where no key is that far.
         """
-        distance = np.arange(self.distance_gap.shape[-1])
+        distance = np.arange(self.gap.shape[-1])
         far = distance > self.trained_distance
         found = {}
         for i, name in enumerate(LOOKUPS):
-            layers, heads = self.distance_gap.shape[1:3]
+            layers, heads = self.gap.shape[1:3]
             found[name] = np.full((layers, heads), np.nan)
             for layer, head in np.ndindex(layers, heads):
-                gap, count = self.distance_gap[i, layer, head][far], self.distance_count[i, layer, head][far]
+                gap, count = self.gap[i, layer, head][far], self.count[i, layer, head][far]
                 found[name][layer, head] = log_slope(distance[far], gap, count)
         return found
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All lookups of all problems in all heads.
+
+    ``lookups``: by ``(name, present)``, those that occur. ``distances``: scores at each distance, if asked for.
+    """
+
+    lookups: dict[tuple[str, bool], LookupLedger]
+    distances: DistanceLedger | None = None
 
     def to_frame(self) -> pd.DataFrame:
         """One row a (lookup, present, layer, head, query): column, state, share, leak, gap, n_eff, class shares."""
@@ -176,6 +187,7 @@ def build_ledger(
     interventions: Sequence[Edit] = (),
     *,
     source: Source = "scores",
+    distances: bool = False,
     progress: Progress = lambda done: None,
 ) -> Ledger:
     """Run the problems once and keep the ledger of every query that performs a lookup.
@@ -183,27 +195,26 @@ def build_ledger(
     Args:
         interventions: applied first, so the ledger sees the edited scores.
         source: ``"scores"``, or ``"pattern"`` for normalizers whose weights are not exponentials of scores.
+        distances: keep what keys score at each distance too, which needs every key by itself: time grows with the
+            square of the length.
     """
     open_books: list[_Book] = []
 
     def watch(batch: Batch) -> list[tuple[str, Callable[..., Any]]]:
-        open_books.append(_Book(model, batch, source))
+        open_books.append(_Book(model, batch, source, distances))
         return open_books[-1].hooks()
 
     entries: list[_Entry] = []
-    for step in run_problems(model, problems, interventions, extra_hooks=watch, progress=progress):
+    every_key = distances or source == "pattern"
+    for step in run_problems(model, problems, interventions, watch, every_key=every_key, progress=progress):
         entries.append(open_books.pop().close(np.array(step.indices)))
-    count, total = (_over_distances(x, np.add, 0) for x in ([e.count for e in entries], [e.gap_sum for e in entries]))
-    top = _over_distances([e.top for e in entries], np.maximum, -np.inf)
-    with np.errstate(invalid="ignore"):
-        gap = total / count
     found = {}
     for i, name in enumerate(LOOKUPS):
         for present in (True, False):
             view = _lookup(entries, i, name, present)
             if len(view.column):
                 found[name, present] = view
-    return Ledger(found, model.config.attention.unit, model.config.trained_distance, count, gap, top)
+    return Ledger(found, _at_distance(entries, model.config.trained_distance) if distances else None)
 
 
 @dataclass(frozen=True)
@@ -221,15 +232,13 @@ class _Entry:
     performs: np.ndarray  # [query, lookup]
     present: np.ndarray  # [query, lookup]
     about: dict[str, np.ndarray]  # [query]
-    count: np.ndarray  # [lookup, layer, head, distance]
-    gap_sum: np.ndarray  # [lookup, layer, head, distance]
-    top: np.ndarray  # [layer, head, distance]
+    distances: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # count, sum of gaps, highest score
 
 
 class _Book:
     """Collects one batch through hooks, block by block."""
 
-    def __init__(self, model: HookedAdder, batch: Batch, source: Source):
+    def __init__(self, model: HookedAdder, batch: Batch, source: Source, distances: bool):
         self.model, self.batch, self.source = model, batch, source
         self.partition = Partition(model, batch)
         self.lookups = [batch.lookups[name] for name in LOOKUPS]
@@ -242,16 +251,12 @@ class _Book:
         )
         self.performs: Bool[Tensor, "batch pos lookup"] = torch.stack([x.queries for x in self.lookups], dim=-1)
         self.present: Bool[Tensor, "batch pos lookup"] = torch.stack([x.present for x in self.lookups], dim=-1)
-        at = self.partition.at  # the largest distance there can be, in the scheme's unit
-        self.reach = int((at.column if model.config.attention.unit == "columns" else at.position).max())
         layers = range(model.cfg.n_layers)
         self.kept: list[list[tuple[Tensor, ...]]] = [[] for _ in layers]
         self.sinks: list[list[Tensor]] = [[] for _ in layers]
-        self.where: list[tuple[Tensor, Tensor, Tensor]] = []
-        shape = (len(LOOKUPS), model.cfg.n_layers, model.cfg.n_heads, self.reach + 1)
-        self.count, self.gap_sum = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-        self.top = torch.full(shape[1:], -torch.inf, dtype=torch.float64)
-        self._rows: _Rows | None = None
+        self.where: list[tuple[Tensor, ...]] = []
+        self.distances = _Distances(self) if distances else None
+        self._rows: dict[int, _Rows] = {}  # by block; small, and mostly the same in every layer
 
     def hooks(self) -> list[tuple[str, Callable[..., Any]]]:
         point = "hook_attn_scores" if self.source == "scores" else "hook_pattern"
@@ -262,29 +267,32 @@ class _Book:
                 hooks.append((f"blocks.{layer}.attn.hook_sink_scores", self._keep_sink))
         return hooks
 
-    def _rows_of(self, queries: slice) -> _Rows:
-        if self._rows is None or self._rows.queries != queries:  # one block at a time is held
-            self._rows = _Rows(self, queries)
-        return self._rows
+    def _rows_of(self, span: Span) -> _Rows:
+        rows = self._rows.get(span.query.start)
+        if rows is None or not rows.same(span):
+            rows = self._rows[span.query.start] = _Rows(self, span)
+        return rows
 
     def _keep_sink(self, sink: Tensor, hook: HookPoint) -> None:
-        rows = self._rows_of(hook.ctx["query"])
-        self.sinks[hook.layer()].append(sink.detach()[rows.batch, :, rows.query - rows.queries.start])
+        rows = self._rows_of(Span.of(hook))
+        self.sinks[hook.layer()].append(sink.detach()[rows.batch, :, rows.within])
 
     def _keep(self, values: Tensor, hook: HookPoint) -> None:
-        rows, layer = self._rows_of(hook.ctx["query"]), hook.layer()
-        scores = values.detach()[rows.batch, :, rows.query - rows.queries.start]  # [row, head, key]
+        rows, layer = self._rows_of(Span.of(hook)), hook.layer()
+        scores = values.detach()
         if scores.dtype in (torch.float16, torch.bfloat16):
             scores = scores.float()
         if self.source == "pattern":
-            self.sinks[layer].append((1 - scores.sum(-1)).clamp(min=0).log())
+            weights = scores[rows.batch, :, rows.within]
+            self.sinks[layer].append((1 - weights.sum(-1)).clamp(min=0).log())
             scores = scores.log()
         if not len(rows.query):  # no query of this block looks anything up
             return
         if layer == 0:
-            self.where.append((rows.batch, rows.query, rows.slot_class))
+            self.where.append((rows.batch, rows.query, rows.slot_class, rows.far_keys))
         self.kept[layer].append(rows.summarise(scores))
-        rows.add_distances(scores, layer)
+        if self.distances is not None:
+            self.distances.add(scores, rows, layer)
 
     def close(self, indices: np.ndarray) -> _Entry:
         parts = [[torch.cat(part) for part in zip(*blocks, strict=True)] for blocks in self.kept]
@@ -295,7 +303,7 @@ class _Book:
             sink = torch.stack([torch.cat(blocks) for blocks in self.sinks]).transpose(1, 2).double().numpy()
         else:
             sink = np.full(mass.shape[:3], -np.inf)
-        at, query, slot_class = (torch.cat(part) for part in zip(*self.where, strict=True))
+        at, query, slot_class, far_keys = (torch.cat(part) for part in zip(*self.where, strict=True))
         here, batch = (at, query), self.batch
         column = torch.where(batch.decisions, batch.decision_column, batch.column)
         return _Entry(
@@ -315,90 +323,213 @@ class _Book:
                 "column": column[here].numpy(),
                 "state": batch.state[here].numpy(),
                 "keys": batch.mask.cumsum(1)[here].numpy(),
+                "far_keys": far_keys.numpy(),
             },
-            count=self.count.numpy(),
-            gap_sum=self.gap_sum.numpy(),
-            top=self.top.numpy(),
+            distances=None if self.distances is None else self.distances.totals(),
         )
 
 
 class _Rows:
-    """The queries of one block that perform a lookup, flattened over the batch, and the classes of their keys."""
+    """The queries of one block that perform a lookup, and the classes of their keys.
 
-    def __init__(self, book: _Book, queries: slice):
-        self.queries, self.book = queries, book
-        partition = book.partition
-        self.batch, within = torch.nonzero(book.performs[:, queries].any(-1), as_tuple=True)
-        self.query = within + queries.start
-        distance = partition.distance(queries)[self.batch, within]
+    Most keys of a long sequence are far from every query of the block (``others``), and what class a key is need only
+    be worked out for those that may not be (``close``): keys within the trained distance of some query, targets,
+    separators, those of the block itself, and padding. Both are slices of the span's keys, the pool aside.
+    """
+
+    def __init__(self, book: _Book, span: Span):
+        self.book, self.span = book, span
+        partition, queries, batch = book.partition, span.query, book.batch
+        self.batch, self.within = torch.nonzero(book.performs[:, queries].any(-1), as_tuple=True)
+        self.query = self.within + queries.start
+        if not len(self.query):
+            return
+        self.pooled = int(span.pooled)
+        positions = span.positions[self.pooled :]
+        axis, real = partition.scheme.axis(partition.at), batch.mask[:, positions]
+        most = torch.iinfo(axis.dtype).max
+        own, reach = batch.mask[:, queries], partition.trained_distance
+        low = torch.where(own, axis[:, queries], most).amin(1, keepdim=True) - reach
+        high = torch.where(own, axis[:, queries], -most).amax(1, keepdim=True) + reach
+        where = axis[:, positions]
+        close = (where >= low) & (where <= high) | partition.at.separator[:, positions] | ~real
+        close = close.any(0) | (positions >= queries.start)
+        slots = book.slots[:, queries]
+        self.slots = key_index(span, slots)
+        close[self.slots[self.slots >= 0] - self.pooled] = True
+        self.close, self.others = (_runs(torch.nonzero(which)[:, 0]) for which in (close, ~close))
+        near_by = Span(queries, positions[close])
+        itself = torch.arange(queries.start, queries.stop).expand(len(slots), -1)[..., None]
+        separators = self._separators()
+        known = torch.cat([slots, itself, separators], dim=-1)
+        alone = torch.zeros(*known.shape[:2], len(near_by.positions) + 1, dtype=torch.bool)
+        at = key_index(near_by, known)
+        alone.scatter_(2, torch.where(at < 0, len(near_by.positions), at), True)
+        apart = partition.visible(near_by) & ~alone[..., :-1]
+        far = partition.distance(near_by) > reach
+        self.near, self.far = (apart & ~far)[:, None], (apart & far)[:, None]
+
+        # keys that are not close are far, and so are those that are not here: pooled, or left out
+        not_far = partition.visible(near_by) & ~partition.far(near_by)
+        self.far_keys = (batch.mask.cumsum(1)[:, queries] - not_far.sum(-1))[self.batch, self.within]
+
+        self.itself = key_index(span, torch.where(_among(itself, slots), -1, itself))
+        seen = (separators < itself) & ~_among(separators, slots)
+        self.separators = key_index(span, torch.where(seen, separators, -1))
+        self.beside = torch.cat([key_index(span, x) for x in self._beside()], dim=-1)
+        self.slot_class = self._slot_class(slots, itself)[self.batch, self.within]
+
+    def same(self, span: Span) -> bool:
+        """Whether this is about the same queries and keys."""
+        if self.span.query != span.query:
+            return False
+        if isinstance(span.key, slice) or isinstance(self.span.key, slice):
+            return isinstance(span.key, slice) and isinstance(self.span.key, slice)
+        return span.key is self.span.key or torch.equal(span.key, self.span.key)
+
+    def _separators(self) -> Int[Tensor, "batch query separator"]:
+        """Positions of the separators, the same for every query."""
+        at = self.book.partition.at.separator
+        most = int(at.sum(1).max())
+        first = torch.where(at, torch.arange(at.shape[1]), at.shape[1]).sort(1).values[:, :most]
+        places = torch.where(first < at.shape[1], first, -1)
+        return places[:, None].expand(-1, self.span.query.stop - self.span.query.start, -1)
+
+    def _slot_class(self, slots: Tensor, itself: Tensor) -> Int[Tensor, "batch query slot"]:
+        """The class each target would be in, were it not a target."""
+        partition, queries = self.book.partition, self.span.query
+        index = slots.clamp(min=0).flatten(1)
+        axis = partition.scheme.axis(partition.at)
+        distance = (axis.gather(1, index).view_as(slots) - axis[:, queries, None]).abs()
         label = torch.where(distance > partition.trained_distance, CLASSES.index("far"), CLASSES.index("near"))
-        separator = partition.separator[self.batch, : queries.stop]
+        separator = partition.at.separator.gather(1, index).view_as(slots)
         label = torch.where(separator, CLASSES.index("separator"), label)
-        label = torch.where(torch.arange(queries.stop) == self.query[:, None], CLASSES.index("self"), label)
-        self.slots = book.slots[self.batch, self.query]
-        self.slot_class = label.gather(1, self.slots.clamp(min=0))
-        target = torch.zeros(len(self.query), queries.stop + 1, dtype=torch.bool)
-        target.scatter_(1, torch.where(self.slots < 0, queries.stop, self.slots), True)
-        counted = partition.visible(queries)[self.batch, within] & ~target[:, :-1]
-        self.label = torch.where(counted, label, len(CLASSES))
-        self.bin = torch.where(counted & (label >= CLASSES.index("near")), distance, book.reach + 1)
-        self.beside = self._beside()
+        return torch.where(slots == itself, CLASSES.index("self"), label)
 
-    def _beside(self) -> Int[Tensor, "row lookup two"]:
+    def _beside(self) -> list[Int[Tensor, "batch query two"]]:
         """The keys one column to either side of each lookup's first target, -1 where that is another number's."""
-        batch = self.book.batch
-        row, column = batch.row[self.batch], batch.column[self.batch]
+        batch, queries = self.book.batch, self.span.query
+        row, column = batch.row, batch.column
         sides = []
         for lookup in self.book.lookups:
-            target = lookup.targets[self.batch, self.query, :1]
+            target = lookup.targets[:, queries, :1]
             key = target + torch.tensor([-1, 1])
-            at = key.clamp(0, row.shape[1] - 1)
-            same = row.gather(1, at) == row.gather(1, target.clamp(min=0))
-            valid = (target >= 0) & (key >= 0) & (key <= self.query[:, None]) & same & (column.gather(1, at) >= 0)
+            at = key.clamp(0, row.shape[1] - 1).flatten(1)
+            own = row.gather(1, target.clamp(min=0).flatten(1)).view_as(target)
+            same = row.gather(1, at).view_as(key) == own
+            causal = key <= torch.arange(queries.start, queries.stop)[:, None]
+            valid = (target >= 0) & (key >= 0) & causal & same & (column.gather(1, at).view_as(key) >= 0)
             sides.append(torch.where(valid, key, -1))
-        return torch.stack(sides, dim=1)
+        return sides
 
-    def summarise(self, scores: Float[Tensor, "row head key"]) -> tuple[Tensor, ...]:
+    def summarise(self, scores: Float[Tensor, "batch head query key"]) -> tuple[Tensor, ...]:
         """Per class: log-mass, log second moment, maximum ``[row, head, class]``; slot scores; mass beside targets."""
-        label = self.label[:, None, :]
-        hidden = torch.full((), -torch.inf, dtype=scores.dtype)
-        maximum = torch.stack([torch.where(label == c, scores, hidden).amax(-1) for c in range(len(CLASSES))], dim=-1)
-        # each key is measured from the maximum of its own class: no class underflows beside another
-        floor = torch.where(torch.isfinite(maximum), maximum, torch.zeros((), dtype=scores.dtype))
-        padded = torch.cat([floor, torch.zeros_like(floor[..., :1])], dim=-1)
-        exponent = scores - padded.gather(2, label.expand(scores.shape))
-        weights = torch.where(label == len(CLASSES), hidden, exponent).exp()
-        onehot = torch.nn.functional.one_hot(self.label, len(CLASSES) + 1)[..., :-1].to(scores.dtype)
-        mass = (weights @ onehot).log() + floor
-        second = ((weights * weights) @ onehot).log() + 2 * floor
-        beside = [_gathered(scores, self.beside[:, i]).logsumexp(-1) for i in range(len(LOOKUPS))]
-        return mass, second, maximum, _gathered(scores, self.slots), torch.stack(beside, dim=-1)
+        keys = scores[..., self.pooled :]
+        close = _joined([keys[..., run] for run in self.close])
+        near = _moments(close, self.near)
+        far = self._far(scores, keys, close)
+        itself, separator = (_moments(_gathered(scores, keys)) for keys in (self.itself, self.separators))
+        moments = [torch.stack(parts, dim=-1) for parts in zip(itself, separator, near, far, strict=True)]
+        mass, second, maximum = (self._rows(x) for x in moments)
+        beside = _gathered(scores, self.beside).unflatten(-1, (len(LOOKUPS), 2)).logsumexp(-1)
+        return mass, second, maximum, self._rows(_gathered(scores, self.slots)), self._rows(beside)
 
-    def add_distances(self, scores: Float[Tensor, "row head key"], layer: int) -> None:
-        """Add what stands at each distance to the book."""
-        book = self.book
-        rows, heads, _ = scores.shape
-        bins = self.bin[:, None, :].expand(scores.shape)
+    def _far(self, scores: Tensor, keys: Tensor, close: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        far = close.masked_fill(~self.far, -torch.inf)
+        mass, second, maximum = _moments(_joined([far, *(keys[..., run] for run in self.others)]))
+        if self.pooled:  # n keys of score 0: their mass is n, and so is their second moment
+            pool = scores[..., 0]
+            mass, second = torch.logaddexp(mass, pool), torch.logaddexp(second, pool)
+            maximum = torch.maximum(maximum, torch.where(torch.isneginf(pool), pool, 0.0))
+        return mass, second, maximum
+
+    def _rows(self, x: Float[Tensor, "batch head query *rest"]) -> Float[Tensor, "row head *rest"]:
+        return x[self.batch, :, self.within]
+
+
+def _runs(index: Int[Tensor, "key"]) -> list[slice]:
+    """Ascending indices as the fewest slices: slices copy much faster."""
+    if not len(index):
+        return []
+    ends = torch.nonzero(index[1:] != index[:-1] + 1)[:, 0]
+    first = [int(index[0]), *index[ends + 1].tolist()]
+    last = [*index[ends].tolist(), int(index[-1])]
+    return [slice(a, b + 1) for a, b in zip(first, last, strict=True)]
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
+
+
+def _among(keys: Int[Tensor, "*shape key"], slots: Int[Tensor, "*shape slot"]) -> Bool[Tensor, "*shape key"]:
+    return (keys[..., None] == slots[..., None, :]).any(-1)
+
+
+def _moments(scores: Tensor, among: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-mass, log second moment and maximum over the last axis, all measured from the maximum of these keys alone."""
+    hidden = scores if among is None else scores.masked_fill(~among, -torch.inf)
+    if not hidden.shape[-1]:
+        empty = torch.full(hidden.shape[:-1], -torch.inf, dtype=hidden.dtype)
+        return empty, empty, empty
+    maximum = hidden.amax(-1)
+    floor = torch.where(torch.isneginf(maximum), 0.0, maximum)
+    weights = (hidden - floor[..., None]).exp_()
+    mass = weights.sum(-1).log() + floor
+    return mass, weights.square_().sum(-1).log() + 2 * floor, maximum
+
+
+class _Distances:
+    """What stands at each distance, of one batch: targets, separators and the query itself aside."""
+
+    def __init__(self, book: _Book):
+        self.book = book
+        model, partition = book.model, book.partition
+        self.reach = int(partition.scheme.axis(partition.at).max())  # the largest distance there can be
+        shape = (len(LOOKUPS), model.cfg.n_layers, model.cfg.n_heads, self.reach + 1)
+        self.count, self.gap_sum = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+        self.top = torch.full(shape[1:], -torch.inf, dtype=torch.float64)
+
+    def add(self, values: Float[Tensor, "batch head query key"], rows: _Rows, layer: int) -> None:
+        book, partition, span = self.book, self.book.partition, rows.span
+        own = span.positions == torch.arange(span.query.start, span.query.stop)[:, None]
+        use = partition.visible(span) & ~partition.separator(span) & ~own & ~partition.targets(span)
+        distance = torch.where(use, partition.distance(span), self.reach + 1)[rows.batch, rows.within]
+        scores = values[rows.batch, :, rows.within]  # [row, head, key]
+        bins = distance[:, None, :].expand(scores.shape)
         finite = torch.isfinite(scores)
-        empty = torch.zeros(rows, heads, book.reach + 2, dtype=scores.dtype)
+        empty = torch.zeros(*scores.shape[:2], self.reach + 2, dtype=scores.dtype)
         number = empty.scatter_add(2, bins, finite.to(scores.dtype))[..., :-1]
         total = empty.scatter_add(2, bins, torch.where(finite, scores, 0.0))[..., :-1]
-        slots, member = _gathered(scores, self.slots), book.member[self.batch, self.query]
+        slots = _gathered(values, rows.slots)[rows.batch, :, rows.within]
+        member = book.member[rows.batch, rows.query]
         for i in range(len(LOOKUPS)):
             target = slots.masked_fill(~member[:, None, :, i], -torch.inf).logsumexp(-1)  # [row, head]
-            use = book.present[self.batch, self.query, i, None] & torch.isfinite(target)
-            target = torch.where(use, target, 0.0)
-            here = use.to(scores.dtype)[..., None]
-            book.count[i, layer] += (here * number).sum(0)
-            book.gap_sum[i, layer] += (target[..., None] * number - here * total).sum(0)
+            has = book.present[rows.batch, rows.query, i, None] & torch.isfinite(target)
+            target = torch.where(has, target, 0.0)
+            here = has.to(scores.dtype)[..., None]
+            self.count[i, layer] += (here * number).sum(0)
+            self.gap_sum[i, layer] += (target[..., None] * number - here * total).sum(0)
         top = (empty - torch.inf).scatter_reduce(2, bins, scores, "amax")[..., :-1]
-        book.top[layer] = torch.maximum(book.top[layer], top.amax(0))
+        self.top[layer] = torch.maximum(self.top[layer], top.amax(0))
+
+    def totals(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.count.numpy(), self.gap_sum.numpy(), self.top.numpy()
 
 
-def _gathered(scores: Tensor, keys: Int[Tensor, "row slot"]) -> Float[Tensor, "row head slot"]:
+def _gathered(
+    scores: Float[Tensor, "batch head query key"], keys: Int[Tensor, "batch query slot"]
+) -> Float[Tensor, "batch head query slot"]:
     """The scores at these keys, -inf where the key is -1."""
-    index = keys[:, None, :].expand(-1, scores.shape[1], -1)
-    return scores.gather(2, index.clamp(min=0)).masked_fill(index < 0, -torch.inf)
+    index = keys[:, None].expand(-1, scores.shape[1], -1, -1)
+    return scores.gather(3, index.clamp(min=0)).masked_fill(index < 0, -torch.inf)
+
+
+def _at_distance(entries: list[_Entry], trained_distance: int) -> DistanceLedger:
+    counts, totals, tops = zip(*(entry.distances for entry in entries if entry.distances is not None), strict=True)
+    count, total = (_over_distances(list(x), np.add, 0) for x in (counts, totals))
+    with np.errstate(invalid="ignore"):
+        gap = total / count
+    return DistanceLedger(trained_distance, count, gap, _over_distances(list(tops), np.maximum, -np.inf))
 
 
 def _over_distances(parts: list[np.ndarray], combine: np.ufunc, empty: float) -> np.ndarray:

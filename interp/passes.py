@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from interp.interventions import Edit, hooks_for
 from models.addition import Batch, Problem, ProblemError
+from models.attention import Blocks
 from models.transformer import HookedAdder
 
 Progress = Callable[[int], None]
@@ -29,18 +30,33 @@ def after(progress: Progress, done: int) -> Progress:
 _SCORE_BYTES = 3 * 2**19  # a block of scores that stays in a core's cache; larger ones are several times slower
 _BATCHES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 _BLOCK = 64  # queries
+_POOL_FROM = 1024  # tokens from which the keys left over are worth the bookkeeping
+FarKeys = Literal["each", "skipped", "pooled"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Problems a batch, and queries a block (None: all at once)."""
+    """Problems a batch, queries a block (None: all at once), and what is done about far keys (:class:`Blocks`)."""
 
     batch: int
     query_block: int | None
+    far_keys: FarKeys = "each"
+    skip_beyond: int | None = None
+
+    @property
+    def blocks(self) -> Blocks | None:
+        if self.query_block is None:
+            return None
+        return Blocks(self.query_block, self.skip_beyond, pool=self.far_keys == "pooled")
 
 
-def plan_for(model: HookedAdder, problems: Sequence[Problem]) -> Plan:
-    """The largest batch of the ladder whose block of scores stays in the cache.
+def plan_for(
+    model: HookedAdder, problems: Sequence[Problem], interventions: Sequence[Edit] = (), *, every_key: bool = False
+) -> Plan:
+    """The largest batch of the ladder whose block of scores stays in the cache, and whether far keys are pooled.
+
+    Far keys are left out where the interventions give them no weight anyway, and pooled in long sequences, unless an
+    intervention, a hook of the user's or the caller (``every_key``) looks at them one by one.
 
     Raises:
         ProblemError: there is no problem.
@@ -51,7 +67,22 @@ def plan_for(model: HookedAdder, problems: Sequence[Problem]) -> Plan:
     block = _BLOCK if tokens > _BLOCK * 3 // 2 else None
     per_problem = model.cfg.n_heads * (block or tokens) * tokens * 4
     fitting = (b for b in _BATCHES if b < 2 * len(problems) and b * per_problem <= _SCORE_BYTES)
-    return Plan(next(fitting, 1), block)
+    batch = next(fitting, 1)
+    if block is None or _is_hooked(model):
+        return Plan(batch, block)
+    within = [edit.keeps_within(model) for edit in interventions]
+    kept = [distance for distance in within if distance is not None]
+    one_by_one = any(edit.every_key for edit, distance in zip(interventions, within, strict=True) if distance is None)
+    if kept and not one_by_one:
+        return Plan(batch, block, "skipped", min(kept))
+    pooled = tokens >= _POOL_FROM and not one_by_one and not every_key
+    return Plan(batch, block, "pooled" if pooled else "each")
+
+
+def _is_hooked(model: HookedAdder) -> bool:
+    """Whether somebody's own hooks look at scores or weights."""
+    points = (getattr(block.attn, name) for block in model.blocks for name in ("hook_attn_scores", "hook_pattern"))
+    return any(point._forward_hooks for point in points)
 
 
 def _size(problem: Problem) -> int:
@@ -73,6 +104,8 @@ def run_problems(
     problems: Sequence[Problem],
     interventions: Sequence[Edit] = (),
     extra_hooks: Callable[[Batch], list[tuple[str, Callable[..., Any]]]] | None = None,
+    *,
+    every_key: bool = False,
     progress: Progress = lambda done: None,
 ) -> Iterator[Step]:
     """Teacher-forced forward passes over the problems, in evaluation mode, without gradients.
@@ -80,10 +113,11 @@ def run_problems(
     Args:
         interventions: applied in order to every batch.
         extra_hooks: hooks that look on, given the batch; they run after the interventions.
+        every_key: they look at keys one by one, so that none may be pooled.
         progress: told the number of problems done after each batch.
     """
     order = sorted(range(len(problems)), key=lambda i: _size(problems[i]))
-    plan = plan_for(model, problems)
+    plan = plan_for(model, problems, interventions, every_key=every_key)
     done = 0
     for start in range(0, len(order), plan.batch):
         indices = order[start : start + plan.batch]
@@ -92,17 +126,19 @@ def run_problems(
         if extra_hooks is not None:
             fwd_hooks += extra_hooks(batch)
         with torch.no_grad(), model.evaluating(), model.hooks(fwd_hooks) if fwd_hooks else nullcontext():
-            logits = model(batch.tokens, batch.mask, query_block=plan.query_block)
+            logits = model(batch.tokens, batch.mask, blocks=plan.blocks)
         done += len(indices)
         progress(done)
         yield Step(indices, batch, logits)
 
 
-def describe_run(model: HookedAdder, problems: Sequence[Problem], seed: int | None) -> dict[str, Any]:
+def describe_run(
+    model: HookedAdder, problems: Sequence[Problem], seed: int | None, interventions: Sequence[Edit] = ()
+) -> dict[str, Any]:
     """What a number may depend on, for the ``"run"`` key: plan, threads, versions, seed of the problems."""
     return {
         "seed": seed,
-        **asdict(plan_for(model, problems)),
+        **asdict(plan_for(model, problems, interventions)),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }

@@ -20,6 +20,7 @@ from interp.interventions import Edit, Head, InterventionError
 from interp.partition import Partition
 from interp.passes import run_problems
 from models.addition import Batch, Problem
+from models.attention import Span
 from models.transformer import HookedAdder
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def score_profile(
         names = ["hook_q", "hook_k"] + (["hook_rot_q", "hook_rot_k"] if model.scheme.rotates else [])
         return [(prefix + name, collector.keep) for name in names] + [(prefix + "hook_attn_scores", collector.add)]
 
-    for _ in run_problems(model, problems, interventions, extra_hooks=watch):
+    for _ in run_problems(model, problems, interventions, watch, every_key=True):
         pass
     size = max(sums.shape[-1] for sums in totals)
     total = sum(torch.nn.functional.pad(sums, (0, size - sums.shape[-1])) for sums in totals)
@@ -123,16 +124,16 @@ class _Collector:
         self.kept[str(hook.name).rsplit(".", 1)[-1]] = value[:, :, self.head].double()
 
     def add(self, scores: Tensor, hook: HookPoint) -> None:
-        queries = hook.ctx["query"]
+        span = Span.of(hook)
         score = scores[:, self.head].double()
-        content = self._product("hook_q", "hook_k", queries)
-        turned = self._product("hook_rot_q", "hook_rot_k", queries) if "hook_rot_q" in self.kept else content
-        own = torch.arange(queries.stop) == torch.arange(queries.start, queries.stop)[:, None]
-        use = self.partition.visible(queries) & ~self.partition.separator[:, None, : queries.stop] & ~own
+        content = self._product("hook_q", "hook_k", span)
+        turned = self._product("hook_rot_q", "hook_rot_k", span) if "hook_rot_q" in self.kept else content
+        own = span.positions == torch.arange(span.query.start, span.query.stop)[:, None]
+        use = self.partition.visible(span) & ~self.partition.separator(span) & ~own
         use = use & torch.isfinite(score)
-        bins = self.partition.distance(queries)[use]
+        bins = self.partition.distance(span)[use]
         parts = torch.stack([part[use] for part in (score, content, turned - content, score - turned)])
         self.sums.index_add_(1, bins, torch.cat([torch.ones_like(parts[:1]), parts, parts**2]))
 
-    def _product(self, q: str, k: str, queries: slice) -> Tensor:
-        return self.scale * self.kept[q][:, queries] @ self.kept[k][:, : queries.stop].transpose(1, 2)
+    def _product(self, q: str, k: str, span: Span) -> Tensor:
+        return self.scale * self.kept[q][:, span.query] @ self.kept[k][:, span.key].transpose(1, 2)

@@ -108,7 +108,9 @@ class LeakGrowth:
 
         The leak of the crowd stays bounded as the sequence grows if the slope exceeds 1; null where no key is far.
         """
-        slopes = self.ledgers[max(self.ledgers)].slopes()
+        distances = self.ledgers[max(self.ledgers)].distances
+        assert distances is not None
+        slopes = distances.slopes()
         return [
             {"layer": layer, "head": head, "lookup": name, "slope": float(slopes[name][layer, head])}
             for name in LOOKUPS
@@ -134,7 +136,8 @@ def leak_growth(
     for n in dict.fromkeys(digits):
         drawn = model.task.evaluation_problems(n, problems, seed)
         before = problems * len(ledgers)
-        ledgers[n] = build_ledger(model, drawn, interventions, progress=after(progress, before))
+        told, longest = after(progress, before), n == max(digits)
+        ledgers[n] = build_ledger(model, drawn, interventions, distances=longest, progress=told)
     return LeakGrowth(ledgers)
 
 

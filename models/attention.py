@@ -3,8 +3,9 @@
 Hook names and shapes are HookedTransformer's. Scores are masked before ``hook_attn_scores`` and, when something is
 hooked there, again after it: no edit can open the future or the padding.
 
-``hook.ctx["query"]`` names the slice of queries that a score, sink or pattern hook is looking at, the whole sequence
-unless the model runs blockwise. The key axis then ends with the block's last query: no later key can matter to it.
+A score, sink or pattern hook is told what it is looking at by ``hook.ctx["query"]`` and ``hook.ctx["key"]``
+(:class:`Span`): the whole sequence unless the model runs blockwise. The key axis then ends with the block's last query,
+since no later key can matter to it, and in long sequences blocks of keys may be left out or pooled (:class:`Blocks`).
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+from typing import NamedTuple
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
@@ -47,6 +51,76 @@ class KeyValueCache:
         return self.keys[layer][:, :stop], self.values[layer][:, :stop]
 
 
+class Span(NamedTuple):
+    """The queries and keys of one block: positions in the sequence.
+
+    ``key`` is the slice up to the last query, or, where blocks of keys were left out, the positions of the others in
+    order. A first key of ``-1`` is the pool: all far keys whose scores the scheme takes to 0, as one key that has the
+    logarithm of their number as its score and the mean of their values as its value.
+    """
+
+    query: slice
+    key: slice | Int[Tensor, "key"]
+
+    @classmethod
+    def of(cls, hook: HookPoint) -> Span:
+        """What a hook is looking at."""
+        return cls(hook.ctx["query"], hook.ctx["key"])
+
+    @property
+    def pooled(self) -> bool:
+        return isinstance(self.key, Tensor) and bool(self.key[0] < 0)
+
+    @property
+    def positions(self) -> Int[Tensor, "key"]:
+        """Of the keys, ``-1`` for the pool."""
+        return torch.arange(self.key.stop) if isinstance(self.key, slice) else self.key
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a forward pass is cut up, so that nothing of size length x length is held.
+
+    ``query``: queries a block; keys are cut in the same way. Three things may be done about the keys far from a block:
+
+    - nothing: every key up to the block's last query is there;
+    - ``skip_beyond=D``: blocks of keys that are wholly further than D from every query of the block are left out, as
+      they may be when their scores are ``-inf``. The result is the same to the last bit;
+    - ``pool=True``: where the scheme takes scores to 0 with distance, blocks of keys that it takes to 0 within
+      rounding, beyond the trained distance, are pooled (:class:`Span`): a pass then costs length x window. Schemes
+      that do not are run with every key.
+
+    Blocks with a separator are always there. Sums over keys are taken block by block, in order.
+    """
+
+    query: int
+    skip_beyond: int | None = None
+    pool: bool = False
+
+    def __post_init__(self) -> None:
+        if self.query < 1:
+            raise ValueError(f"a block must hold at least 1 query, got {self.query}")
+        if self.skip_beyond is not None and self.skip_beyond < 0:
+            raise ValueError(f"skip_beyond must be a distance from 0 up, got {self.skip_beyond}")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of queries and the keys it sees.
+
+    ``runs``: its keys, the pool aside, as slices in order. ``parts``: where sums over keys are taken part by part,
+    their widths. ``hidden`` is about the last so many keys, those before are seen by every query; ``factor`` is about
+    all but the pool. ``pooled``: which blocks of keys are in the pool.
+    """
+
+    span: Span
+    runs: list[slice]
+    parts: list[int]
+    hidden: Bool[Tensor, "batch 1 query tail"]
+    factor: Float[Tensor, "batch 1 query key"] | None
+    pooled: Bool[Tensor, "block"] | None
+
+
 class Geometry:
     """What the layers of one forward pass share: coordinates, angles, and per block of queries the mask and decay."""
 
@@ -57,38 +131,90 @@ class Geometry:
         mask: Bool[Tensor, "batch pos"],
         start: int,
         dtype: torch.dtype,
-        query_block: int | None,
+        blocks: Blocks | None,
+        trained_distance: int,
     ):
-        self.scheme = scheme
-        self.at = at
-        self.mask = mask
-        self.start = start
+        self.scheme, self.at, self.mask, self.start, self.dtype = scheme, at, mask, start, dtype
+        self.trained_distance = trained_distance
         self.stop = mask.shape[1]
-        self.dtype = dtype
-        self.step = query_block or max(1, self.stop - start)
-        self._last: tuple[slice, Tensor, Tensor | None] | None = None
+        self.cut = blocks or Blocks(max(1, self.stop))
+        self._last: Block | None = None
+        self._found: tuple[int, Tensor] | None = None
         if scheme.rotates:
             angles = scheme.angles(at.at(slice(start, None)))[:, :, None, :].to(dtype)
             self.cos, self.sin = angles.cos(), angles.sin()
 
-    def blocks(self) -> Iterator[tuple[slice, Bool[Tensor, "batch 1 query key"], Tensor | None]]:
-        """Per block of queries: its slice, which keys up to its last query are hidden, and the factor on its scores.
+    def pool_beyond(self, q: Float[Tensor, "batch pos head d_head"], k: Tensor) -> int | None:
+        """From where scores of these queries and (scaled) keys are 0 within rounding; None if they are not pooled."""
+        if not self.cut.pool or self.cut.skip_beyond is not None:
+            return None
+        bound = float(q.norm(dim=-1).max() * k.norm(dim=-1).max())
+        vanishing = self.scheme.vanishes_beyond(bound, torch.finfo(torch.float32).eps / 2)
+        return None if vanishing is None else max(vanishing, self.trained_distance)
 
-        A padded query sees nothing, so that what stands at the padding changes no score and no sum.
-        """
-        for first in range(self.start, self.stop, self.step):
-            queries = slice(first, min(first + self.step, self.stop))
-            if self._last is None or self._last[0] != queries:
-                keys = slice(0, queries.stop)
-                causal = torch.arange(queries.stop) <= torch.arange(queries.start, queries.stop)[:, None]
-                allowed = causal & self.mask[:, None, keys] & self.mask[:, queries, None]
-                factor = self.scheme.factor(self.at.at(queries), self.at.at(keys))
-                self._last = (
-                    queries,
-                    ~allowed[:, None],
-                    None if factor is None else factor[:, None].to(self.dtype),
-                )
+    def blocks(self, pool_beyond: int | None = None) -> Iterator[Block]:
+        """The blocks of queries, in order."""
+        distance = self.cut.skip_beyond if pool_beyond is None else pool_beyond
+        near = None if distance is None else self._near(distance)
+        for i, first in enumerate(range(self.start, self.stop, self.cut.query)):
+            queries = slice(first, min(first + self.cut.query, self.stop))
+            if near is None and self._last is not None and self._last.span.query == queries:
+                yield self._last  # one block, the same in every layer
+                continue
+            self._last = self._block(queries, None if near is None else near[i], pool_beyond is not None)
             yield self._last
+
+    def _block(self, queries: slice, near: Tensor | None, pool: bool) -> Block:
+        size, stop = self.cut.query, queries.stop
+        live = list(range(-(-stop // size)))
+        key: slice | Tensor = slice(0, stop)
+        shown, runs, pooled = key, [slice(0, stop)], None
+        if near is not None and not near[: len(live)].all():
+            near = near[: len(live)]
+            live = near.nonzero()[:, 0].tolist()
+            runs = _runs(live, size, stop)
+            shown = key = torch.cat([torch.arange(run.start, run.stop) for run in runs])
+            if pool:
+                shown, pooled = nn.functional.pad(key, (1, 0), value=-1), ~near
+        parts = [min(size, stop - j * size) for j in live] if pooled is None else []
+        seen = self.at.at(key)
+        factor = self.scheme.factor(self.at.at(queries), seen)
+        real = self.mask[:, key]
+        padded = not (bool(real.all()) and bool(self.mask[:, queries].all()))
+        tail = key if padded else slice(min(queries.start, live[-1] * size), stop)
+        positions = tail if isinstance(tail, Tensor) else torch.arange(tail.start, stop)
+        causal = positions <= torch.arange(queries.start, stop)[:, None]
+        # a padded query sees nothing, so that what stands at the padding changes no score and no sum
+        allowed = causal & self.mask[:, None, tail] & self.mask[:, queries, None]
+        return Block(
+            span=Span(queries, shown),
+            runs=runs,
+            parts=parts,
+            hidden=~allowed[:, None],
+            factor=None if factor is None else factor[:, None].to(self.dtype),
+            pooled=pooled,
+        )
+
+    def _near(self, distance: int) -> Bool[Tensor, "query_block key_block"]:
+        """Which blocks of keys come within a distance of which blocks of queries, or hold a separator."""
+        if self._found is not None and self._found[0] == distance:
+            return self._found[1]
+        size, axis = self.cut.query, self.scheme.axis(self.at)
+        most = torch.iinfo(axis.dtype).max
+        rows = []
+        padding = -self.stop % size
+        real = nn.functional.pad(self.mask, (0, padding))
+        separator = nn.functional.pad(self.at.separator & self.mask, (0, padding))
+        where = nn.functional.pad(axis, (0, padding))
+        for first in range(self.start, self.stop, size):
+            here, own = axis[:, first : first + size], self.mask[:, first : first + size]
+            low = torch.where(own, here, most).amin(1, keepdim=True)
+            high = torch.where(own, here, -most).amax(1, keepdim=True)
+            near = real & (where >= low - distance) & (where <= high + distance) | separator
+            near[:, first : first + size] = True
+            rows.append(near.any(0).unflatten(0, (-1, size)).any(1))
+        self._found = (distance, torch.stack(rows))
+        return self._found[1]
 
 
 class Attention(nn.Module):
@@ -143,18 +269,10 @@ class Attention(nn.Module):
         k = rearrange(k, "batch pos head d_head -> batch head d_head pos")
         v = rearrange(v, "batch pos head d_head -> batch head pos d_head")
 
-        parts = []
-        for queries, hidden, factor in geometry.blocks():
-            here = slice(queries.start - geometry.start, queries.stop - geometry.start)
-            scores = q[:, :, here] @ k[..., : queries.stop]
-            if factor is not None:
-                scores = scores * factor
-            scores = self._hooked_scores(scores.masked_fill_(hidden, -torch.inf), hidden, queries)
-            sink = self._sink_scores(scores, sink_boost, queries)
-            self.hook_pattern.ctx["query"] = queries
-            pattern = self.hook_pattern(softmax(scores, sink))
-            parts.append(pattern.to(v.dtype) @ v[:, :, : queries.stop])
-        z = self.hook_z(rearrange(torch.cat(parts, dim=2), "batch head pos d_head -> batch pos head d_head"))
+        beyond = geometry.pool_beyond(q, k.transpose(2, 3))
+        pool = None if beyond is None else _Pool(v, geometry)
+        done = [self._attend(block, q, k, v, geometry, sink_boost, pool) for block in geometry.blocks(beyond)]
+        z = self.hook_z(rearrange(torch.cat(done, dim=2), "batch head pos d_head -> batch pos head d_head"))
 
         if self.use_attn_result or self.hook_result._forward_hooks:
             result = einsum(z, self.W_O, "batch pos head d_head, head d_head d_model -> batch pos head d_model")
@@ -163,13 +281,53 @@ class Attention(nn.Module):
             self.W_O, "head d_head d_model -> (head d_head) d_model"
         )
 
-    def _hooked_scores(self, scores: Tensor, hidden: Tensor, queries: slice) -> Tensor:
-        point = self.hook_attn_scores
-        point.ctx["query"] = queries
-        scores = point(scores)
-        return _bounded(scores, point).masked_fill(hidden, -torch.inf) if point._forward_hooks else scores
+    def _attend(
+        self,
+        block: Block,
+        q: Float[Tensor, "batch head pos d_head"],
+        k: Float[Tensor, "batch head d_head pos"],
+        v: Float[Tensor, "batch head pos d_head"],
+        geometry: Geometry,
+        sink_boost: Tensor | float,
+        pool: _Pool | None,
+    ) -> Float[Tensor, "batch head query d_head"]:
+        """The output of one block of queries."""
+        span = block.span
+        here = slice(span.query.start - geometry.start, span.query.stop - geometry.start)
+        scores = q[:, :, here] @ _joined([k[..., run] for run in block.runs], dim=3)
+        if block.factor is not None:
+            scores = scores.mul_(block.factor)
+        tail = scores[..., scores.shape[-1] - block.hidden.shape[-1] :]
+        tail.masked_fill_(block.hidden, -torch.inf)
+        mean = None
+        if block.pooled is not None and pool is not None:
+            number, mean = pool.of(block.pooled)
+            column = number.log()[:, None, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([column.to(scores.dtype), scores], dim=-1)
+        scores = self._hooked_scores(scores, block.hidden, span)
+        sink = self._sink_scores(scores, sink_boost, span)
+        self.hook_pattern.ctx.update(query=span.query, key=span.key)
+        weights = self.hook_pattern(softmax(scores, sink, block.parts)).to(v.dtype)
+        own = weights if mean is None else weights[..., 1:]
+        parts = block.parts or [run.stop - run.start for run in block.runs]
+        values = _joined([v[:, :, run] for run in block.runs], dim=2)
+        z = reduce(add, (w @ x for w, x in zip(own.split(parts, dim=-1), values.split(parts, dim=2), strict=True)))
+        return z if mean is None else z + weights[..., :1] * mean
 
-    def _sink_scores(self, scores: Tensor, boost: Tensor | float, queries: slice) -> Tensor | None:
+    def _hooked_scores(self, scores: Tensor, hidden: Tensor, span: Span) -> Tensor:
+        point = self.hook_attn_scores
+        point.ctx.update(query=span.query, key=span.key)
+        scores = point(scores)
+        if not point._forward_hooks:
+            return scores
+        scores = _bounded(scores, point)
+        before = scores.shape[-1] - hidden.shape[-1]
+        tail = scores[..., before:]
+        if (tail.masked_fill(~hidden, -torch.inf) == -torch.inf).all():
+            return scores
+        return torch.cat([scores[..., :before], tail.masked_fill(hidden, -torch.inf)], dim=-1)
+
+    def _sink_scores(self, scores: Tensor, boost: Tensor | float, span: Span) -> Tensor | None:
         if not self.config.attention.sink:
             return None
         sink = self.sink.to(scores.dtype)[None, :, None].expand(scores.shape[:3])
@@ -178,14 +336,50 @@ class Attention(nn.Module):
         elif boost:
             sink = sink + boost
         point = self.hook_sink_scores
-        point.ctx["query"] = queries
+        point.ctx.update(query=span.query, key=span.key)
         if not point._forward_hooks:
             return sink
         return _bounded(point(sink.clone()), point)  # a copy: an edit in place must not reach the parameter
 
 
+def _runs(blocks: list[int], size: int, stop: int) -> list[slice]:
+    """Blocks of this size, by index in order, as the fewest slices."""
+    runs: list[slice] = []
+    for j in blocks:
+        first, last = j * size, min((j + 1) * size, stop)
+        if runs and runs[-1].stop == first:
+            runs[-1] = slice(runs[-1].start, last)
+        else:
+            runs.append(slice(first, last))
+    return runs
+
+
+def _joined(pieces: list[Tensor], dim: int) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
+
+
 def _bounded(scores: Tensor, point: HookPoint) -> Tensor:
     """Scores that a hook may have edited: +inf made finite (infinity over infinity is no weight), NaN refused."""
+    most = torch.finfo(scores.dtype).max / 4
+    if not scores.numel() or (scores.detach().amax(-1) <= most).all():  # false of NaN too
+        return scores
     if torch.isnan(scores).any():
         raise ValueError(f"a hook at {point.name} returned NaN scores; use -inf to remove a key")
-    return scores.clamp(max=torch.finfo(scores.dtype).max / 4)
+    return scores.clamp(max=most)
+
+
+class _Pool:
+    """Per block of keys: how many real keys it holds, and the sum of their values."""
+
+    def __init__(self, v: Float[Tensor, "batch head pos d_head"], geometry: Geometry):
+        size = geometry.cut.query
+        real = geometry.mask[:, None, :, None]
+        self.values = torch.stack([part.sum(2) for part in (v * real).split(size, dim=2)], dim=2)
+        self.number = torch.stack([part.sum(1) for part in geometry.mask.split(size, dim=1)], dim=1).to(v.dtype)
+
+    def of(self, pooled: Bool[Tensor, "block"]) -> tuple[Float[Tensor, "batch"], Tensor]:
+        """Number of keys in these blocks, and their mean value ``[batch, head, 1, d_head]``."""
+        which = pooled.nonzero()[:, 0]
+        number = self.number[:, which].sum(1)
+        total = self.values[:, :, which].sum(2, keepdim=True)
+        return number, total / number.clamp(min=1)[:, None, None, None]

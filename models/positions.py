@@ -6,6 +6,7 @@ A scheme may rotate queries and keys before their product, and may then adjust t
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,14 +19,15 @@ from models.config import AttentionConfig
 class Coordinates(NamedTuple):
     """Where each token stands, ``[batch, pos]``: in the sequence, and by row and column of the sum.
 
-    Padding is not counted: ``position`` is the index among real tokens.
+    Padding is not counted: ``position`` is the index among real tokens. ``separator`` is true of ``+`` and ``=``.
     """
 
     position: Int[Tensor, "batch pos"]
     row: Int[Tensor, "batch pos"]
     column: Int[Tensor, "batch pos"]
+    separator: Bool[Tensor, "batch pos"]
 
-    def at(self, positions: slice) -> Coordinates:
+    def at(self, positions: slice | Int[Tensor, "some"]) -> Coordinates:
         return Coordinates(*(c[:, positions] for c in self))
 
 
@@ -43,7 +45,7 @@ def coordinates(
     is_separator = (tokens[..., None] == torch.tensor(separators)).any(-1) & mask
     last = torch.where(is_separator, position, -1).cummax(1).values
     column = torch.where(is_separator, separator_column, position - last - 1)
-    return Coordinates(position.clamp(min=0), is_separator.cumsum(1), column)
+    return Coordinates(position.clamp(min=0), is_separator.cumsum(1), column, is_separator)
 
 
 class PositionScheme:
@@ -63,9 +65,20 @@ class PositionScheme:
         """What the score is multiplied by, or None for 1."""
         return None
 
+    def vanishes_beyond(self, bound: float, tolerance: float) -> int | None:
+        """The distance beyond which every score of size up to ``bound`` is adjusted to within ``tolerance`` of 0.
+
+        None where scores do not vanish with distance.
+        """
+        return None
+
+    def axis(self, at: Coordinates) -> Int[Tensor, "batch pos"]:
+        """The coordinate in whose differences distance is measured (tokens here)."""
+        return at.position
+
     def distance(self, queries: Coordinates, keys: Coordinates) -> Int[Tensor, "batch query key"]:
-        """How far a key is from a query, in the scheme's unit (tokens here)."""
-        return (queries.position[:, :, None] - keys.position[:, None, :]).abs()
+        """How far a key is from a query, in the scheme's unit."""
+        return (self.axis(queries)[:, :, None] - self.axis(keys)[:, None, :]).abs()
 
     def _frequencies(self, pairs: int) -> Float[Tensor, "pair"]:
         return self.config.rotary_base ** (-torch.arange(pairs) / pairs)
@@ -96,10 +109,16 @@ class Rotary2D(PositionScheme):
     def factor(self, queries: Coordinates, keys: Coordinates) -> Float[Tensor, "batch query key"] | None:
         if not self.config.decay:
             return None
-        return torch.exp(-self.config.decay * self.distance(queries, keys))
+        apart = queries.column[:, :, None].float() - keys.column[:, None, :].float()
+        return apart.abs_().mul_(-self.config.decay).exp_()
 
-    def distance(self, queries: Coordinates, keys: Coordinates) -> Int[Tensor, "batch query key"]:
-        return (queries.column[:, :, None] - keys.column[:, None, :]).abs()
+    def vanishes_beyond(self, bound: float, tolerance: float) -> int | None:
+        if not self.config.decay:
+            return None
+        return math.ceil(math.log(max(1.0, bound / tolerance)) / self.config.decay)
+
+    def axis(self, at: Coordinates) -> Int[Tensor, "batch pos"]:
+        return at.column
 
 
 SCHEMES: dict[str, type[PositionScheme]] = {"none": PositionScheme, "rotary": Rotary, "rotary2d": Rotary2D}

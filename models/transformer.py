@@ -24,7 +24,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.HookedRootModule import HookedRootModule
 
 from models.addition import AdditionTask, Problem, parse_problem
-from models.attention import Attention, Geometry, KeyValueCache
+from models.attention import Attention, Blocks, Geometry, KeyValueCache
 from models.config import AdderConfig
 from models.positions import SCHEMES, coordinates
 
@@ -148,7 +148,7 @@ class HookedAdder(HookedRootModule):
         *,
         return_type: Literal["logits", "loss"] | None = "logits",
         sink_boost: Float[Tensor, "batch"] | float | None = None,
-        query_block: int | None = None,
+        blocks: Blocks | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor | None:
         """Logits ``[batch, pos, d_vocab]``, or the mean cross-entropy over decisions (``return_type="loss"``).
@@ -157,7 +157,7 @@ class HookedAdder(HookedRootModule):
             input: token ids, or problems as text (see :meth:`to_tokens`).
             attention_mask: true on real tokens; by default everything but ``<pad>``.
             sink_boost: added to every sink score, one number or one per sequence; by default the configuration's.
-            query_block: run in blocks of so many queries, so that nothing of size pos x pos is held.
+            blocks: run in blocks of queries, so that nothing of size pos x pos is held; see :class:`Blocks`.
             cache: keys and values of earlier tokens; only tokens past its length are run, and logits are theirs.
 
         Raises:
@@ -176,12 +176,10 @@ class HookedAdder(HookedRootModule):
         boost = torch.as_tensor(sink_boost)
         if (boost.ndim and boost.shape != tokens.shape[:1]) or not torch.isfinite(boost).all():
             raise ValueError(f"sink_boost must be one finite number, or one a sequence, got shape {tuple(boost.shape)}")
-        if query_block is not None and query_block < 1:
-            raise ValueError(f"query_block must be at least 1 query, got {query_block}")
         start = cache.length if cache is not None else 0
         vocab = self.task.vocabulary
         at = coordinates(tokens, mask, (vocab.plus, vocab.equals), self.config.attention.separator_column)
-        geometry = Geometry(self.scheme, at, mask, start, self.W_U.dtype, query_block)
+        geometry = Geometry(self.scheme, at, mask, start, self.W_U.dtype, blocks, self.config.trained_distance)
         x = self.hook_embed(self.embed(tokens[:, start:]))
         for block in self.blocks:
             x = block(x, geometry, sink_boost, cache)

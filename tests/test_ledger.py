@@ -125,7 +125,7 @@ def test_the_share_is_the_patterns(kind, double, tolerance):
     model = adder(**KINDS[kind])
     model = copy.deepcopy(model).double() if double else model
     problems = problems_for(model)
-    ledger = build_ledger(model, problems)
+    ledger = build_ledger(model, problems, distances=True)
     assert {name for name, _ in ledger.lookups} == set(LOOKUPS)
     assert {present for _, present in ledger.lookups} == {True, False}
     for found, at, _, pattern, targets, label, _ in each_query(model, ledger, problems):
@@ -134,6 +134,7 @@ def test_the_share_is_the_patterns(kind, double, tolerance):
         assert found.sink_share[at] == pytest.approx(1 - pattern.sum(), abs=tolerance)
         expected = sum(pattern[k] for k in targets) if found.present else 1 - pattern.sum()
         assert found.share[at] == pytest.approx(expected, abs=tolerance)
+        assert found.far_keys[at[2]] == (label == FAR).sum()
 
 
 def test_left_cut_lookups_have_several_targets():
@@ -144,7 +145,7 @@ def test_left_cut_lookups_have_several_targets():
 @pytest.mark.parametrize("kind", KINDS)
 def test_target_sink_and_classes_add_to_one(kind):
     model = adder(**KINDS[kind])
-    for found in build_ledger(model, problems_for(model)).lookups.values():
+    for found in build_ledger(model, problems_for(model), distances=True).lookups.values():
         keys = found.class_shares.sum(-1)
         total = found.share + keys + found.sink_share if found.present else found.share + keys
         if not found.present and not model.config.attention.sink:
@@ -164,7 +165,7 @@ def test_target_sink_and_classes_add_to_one(kind):
 def test_masses_are_sums_over_keys(kind, scale, names):
     model = adder(**KINDS[kind], scale=scale)
     problems = problems_for(model)
-    ledger = build_ledger(model, problems, [parse_intervention(name) for name in names])
+    ledger = build_ledger(model, problems, [parse_intervention(name) for name in names], distances=True)
     seen, spread = 0, 0.0
     for found, at, scores, _, targets, label, sink in each_query(model, ledger, problems, names):
         seen += 1
@@ -197,14 +198,14 @@ def test_masses_are_sums_over_keys(kind, scale, names):
 
 def test_a_class_far_below_the_others_keeps_its_mass():
     model = copy.deepcopy(adder(scale=12.0))
-    for found in build_ledger(model, PROBLEMS).lookups.values():
+    for found in build_ledger(model, PROBLEMS, distances=True).lookups.values():
         deep = found.classes.max(-1, keepdims=True) - found.classes
         assert deep[np.isfinite(deep)].max() > 104  # below float32's smallest number beside the largest class
         assert np.isfinite(found.rest).all()
 
 
 def test_self_is_the_query_and_counts_are_of_visible_keys():
-    ledger = build_ledger(adder(), PROBLEMS)
+    ledger = build_ledger(adder(), PROBLEMS, distances=True)
     batch = adder().task.encode(PROBLEMS)
     for (name, present), found in ledger.lookups.items():
         lookup = batch.lookups[name]
@@ -221,7 +222,7 @@ def test_self_is_the_query_and_counts_are_of_visible_keys():
 def test_mass_beside_the_target_is_that_of_its_neighbours():
     model = adder()
     batch, kept = run_full(model, PROBLEMS)
-    for (name, _), found in build_ledger(model, PROBLEMS).lookups.items():
+    for (name, _), found in build_ledger(model, PROBLEMS, distances=True).lookups.items():
         for i, (problem, query) in enumerate(zip(found.problem, found.query, strict=True)):
             target = int(batch.lookups[name].targets[problem, query, 0])
             row, column = batch.row[problem].tolist(), batch.column[problem].tolist()
@@ -249,9 +250,9 @@ def assert_same(one, other, tolerance=1e-5):
             np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
         for name in ("problem", "query", "column", "state", "keys"):
             np.testing.assert_array_equal(getattr(found, name), getattr(other.lookups[key], name))
-    np.testing.assert_array_equal(one.distance_count, other.distance_count)
-    np.testing.assert_allclose(one.distance_max, other.distance_max, rtol=tolerance, atol=tolerance)
-    np.testing.assert_allclose(one.distance_gap, other.distance_gap, rtol=tolerance, atol=tolerance)
+    np.testing.assert_array_equal(one.distances.count, other.distances.count)
+    np.testing.assert_allclose(one.distances.maximum, other.distances.maximum, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(one.distances.gap, other.distances.gap, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -261,19 +262,19 @@ def test_blocks_and_batches_do_not_matter(monkeypatch, kind, names):
     if names and not model.config.attention.sink:
         names = names[:1]
     edits = [parse_intervention(name) for name in names]
-    whole = build_ledger(model, problems_for(model), edits)
+    whole = build_ledger(model, problems_for(model), edits, distances=True)
     monkeypatch.setattr(passes, "_BLOCK", 5)
     assert passes.plan_for(model, problems_for(model)).query_block == 5
-    assert_same(whole, build_ledger(model, problems_for(model), edits))
+    assert_same(whole, build_ledger(model, problems_for(model), edits, distances=True))
     monkeypatch.setattr(passes, "_SCORE_BYTES", 1)
     assert passes.plan_for(model, problems_for(model)).batch == 1
-    assert_same(whole, build_ledger(model, problems_for(model), edits))
+    assert_same(whole, build_ledger(model, problems_for(model), edits, distances=True))
 
 
 @pytest.mark.parametrize("kind", ["rotary2d", "rotary, no sink"])
 def test_the_pattern_is_another_source_of_the_same_ledger(kind):
     model = copy.deepcopy(adder(**KINDS[kind])).double()
-    scores, pattern = (build_ledger(model, PROBLEMS, source=source) for source in ("scores", "pattern"))
+    scores, pattern = (build_ledger(model, PROBLEMS, source=source, distances=True) for source in ("scores", "pattern"))
     for key, found in scores.lookups.items():
         other = pattern.lookups[key]
         np.testing.assert_allclose(other.share, found.share, atol=1e-9)
@@ -283,15 +284,15 @@ def test_the_pattern_is_another_source_of_the_same_ledger(kind):
             np.testing.assert_allclose(other.leak, found.leak, rtol=1e-6)
             np.testing.assert_allclose(other.gap, found.gap, atol=1e-6)
             np.testing.assert_allclose((1 - found.share) / found.share, found.leak, rtol=1e-6)
-    np.testing.assert_array_equal(pattern.distance_count, scores.distance_count)
-    np.testing.assert_allclose(pattern.distance_gap, scores.distance_gap, atol=1e-6)
+    np.testing.assert_array_equal(pattern.distances.count, scores.distances.count)
+    np.testing.assert_allclose(pattern.distances.gap, scores.distances.gap, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("source", ["scores", "pattern"])
 def test_half_precision_is_summed_in_float32(dtype, source):
     model = copy.deepcopy(adder(scale=4.0)).to(dtype)
-    ledger = build_ledger(model, PROBLEMS, source=source)
+    ledger = build_ledger(model, PROBLEMS, source=source, distances=True)
     largest = 0.0
     for found, at, scores, pattern, targets, _, _ in each_query(model, ledger, PROBLEMS):
         largest = max(largest, abs(scores).max())
@@ -310,7 +311,7 @@ def test_half_precision_is_summed_in_float32(dtype, source):
 
 @pytest.mark.parametrize("names", [("far",), ("window=1",), ("window=1", "far", "random-control")])
 def test_removed_classes_have_no_mass_and_no_nan(names):
-    ledger = build_ledger(adder(), PROBLEMS, [parse_intervention(name) for name in names])
+    ledger = build_ledger(adder(), PROBLEMS, [parse_intervention(name) for name in names], distances=True)
     for found in ledger.lookups.values():
         assert np.isneginf(found.classes[..., FAR]).all()
         assert (found.class_shares[..., FAR] == 0).all()
@@ -324,7 +325,7 @@ def test_wholly_removed_keys_leave_no_nan():
         model.add_hook(
             f"blocks.{layer}.attn.hook_attn_scores", lambda scores, hook: torch.full_like(scores, -torch.inf)
         )
-    ledger = build_ledger(model, PROBLEMS)
+    ledger = build_ledger(model, PROBLEMS, distances=True)
     for found in ledger.lookups.values():
         for name in ("rest", "rest_second", "rest_max", "classes", "beside"):
             assert np.isneginf(getattr(found, name)).all()
@@ -336,7 +337,7 @@ def test_wholly_removed_keys_leave_no_nan():
 
 def test_nothing_to_find_has_the_sink_as_its_target():
     model = adder()
-    ledger = build_ledger(model, PROBLEMS)
+    ledger = build_ledger(model, PROBLEMS, distances=True)
     count = 0
     for found, at, scores, _, _, _, sink in each_query(model, ledger, PROBLEMS):
         if not found.present:
@@ -349,7 +350,7 @@ def test_nothing_to_find_has_the_sink_as_its_target():
 
 def test_nothing_to_find_and_no_sink_has_no_share():
     model = adder(**KINDS["rotary, no sink"])
-    absent = [found for found in build_ledger(model, PROBLEMS).lookups.values() if not found.present]
+    absent = [found for found in build_ledger(model, PROBLEMS, distances=True).lookups.values() if not found.present]
     assert absent
     for found in absent:
         assert np.isposinf(found.leak).all()
@@ -358,11 +359,11 @@ def test_nothing_to_find_and_no_sink_has_no_share():
 
 
 def test_lookups_that_do_not_occur_are_left_out():
-    ledger = build_ledger(adder(), [(12, 34)])
+    ledger = build_ledger(adder(), [(12, 34)], distances=True)
     assert ("first_from_second", False) not in ledger.lookups  # every chunk of b has its chunk of a
     assert ("first_from_second", True) in ledger.lookups
-    assert ("first_from_second", True) in build_ledger(adder(), [(1, 34)]).lookups
-    assert ("first_from_second", False) in build_ledger(adder(), [(1, 34)]).lookups
+    assert ("first_from_second", True) in build_ledger(adder(), [(1, 34)], distances=True).lookups
+    assert ("first_from_second", False) in build_ledger(adder(), [(1, 34)], distances=True).lookups
 
 
 # Distance
@@ -372,7 +373,7 @@ def test_lookups_that_do_not_occur_are_left_out():
 def test_gaps_at_each_distance_are_means_over_pairs(kind):
     model = adder(**KINDS[kind])
     problems = problems_for(model)
-    ledger = build_ledger(model, problems)
+    ledger = build_ledger(model, problems, distances=True)
     batch, kept = run_full(model, problems)
     gaps: dict[tuple[int, int, int, int], list[float]] = {}
     for problem, numbers in enumerate(problems):
@@ -389,14 +390,13 @@ def test_gaps_at_each_distance_are_means_over_pairs(kind):
                         target = log_mass(scores[sorted(targets)])
                         for k in rivals:
                             gaps.setdefault((i, layer, head, distance[query, k]), []).append(target - scores[k])
-    assert ledger.unit == ("columns" if model.config.attention.scheme == "rotary2d" else "tokens")
-    for at in np.ndindex(ledger.distance_count.shape):
-        assert ledger.distance_count[at] == len(gaps.get(at, []))
+    for at in np.ndindex(ledger.distances.count.shape):
+        assert ledger.distances.count[at] == len(gaps.get(at, []))
         if at in gaps:
-            assert ledger.distance_gap[at] == pytest.approx(np.mean(gaps[at]), rel=1e-4, abs=1e-4)
+            assert ledger.distances.gap[at] == pytest.approx(np.mean(gaps[at]), rel=1e-4, abs=1e-4)
         else:
-            assert math.isnan(ledger.distance_gap[at])
-    assert max(at[-1] for at in gaps) > ledger.trained_distance
+            assert math.isnan(ledger.distances.gap[at])
+    assert max(at[-1] for at in gaps) > ledger.distances.trained_distance
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -404,7 +404,7 @@ def test_gaps_at_each_distance_are_means_over_pairs(kind):
 def test_the_highest_score_at_each_distance_is_a_maximum_over_pairs(kind, names):
     model = adder(**KINDS[kind])
     problems = problems_for(model)
-    ledger = build_ledger(model, problems, [parse_intervention(name) for name in names])
+    ledger = build_ledger(model, problems, [parse_intervention(name) for name in names], distances=True)
     batch, kept = run_full(model, problems, names)
     top: dict[tuple[int, int, int], float] = {}
     for problem, numbers in enumerate(problems):
@@ -421,33 +421,33 @@ def test_the_highest_score_at_each_distance_is_a_maximum_over_pairs(kind, names)
                     score = kept[f"blocks.{layer}.attn.hook_attn_scores"][problem, head, query, k]
                     at = (layer, head, distance[query, k])
                     top[at] = max(top.get(at, -math.inf), score)
-    for at in np.ndindex(ledger.distance_max.shape):
-        assert ledger.distance_max[at] == pytest.approx(top.get(at, -math.inf), rel=1e-5, abs=1e-5)
-    beyond = ledger.distance_max[..., ledger.trained_distance + 1 :]
+    for at in np.ndindex(ledger.distances.maximum.shape):
+        assert ledger.distances.maximum[at] == pytest.approx(top.get(at, -math.inf), rel=1e-5, abs=1e-5)
+    beyond = ledger.distances.maximum[..., ledger.distances.trained_distance + 1 :]
     assert np.isneginf(beyond).all() if names else np.isfinite(beyond).any()
 
 
 def test_slopes_are_fits_beyond_the_trained_distance():
-    ledger = build_ledger(adder(), PROBLEMS)
-    distance = np.arange(ledger.distance_gap.shape[-1])
+    ledger = build_ledger(adder(), PROBLEMS, distances=True)
+    distance = np.arange(ledger.distances.gap.shape[-1])
     fitted = 0
     for i, name in enumerate(LOOKUPS):
         for layer in range(LAYERS):
             for head in range(HEADS):
-                far = (distance > 3) & (ledger.distance_count[i, layer, head] > 0)
+                far = (distance > 3) & (ledger.distances.count[i, layer, head] > 0)
                 if far.sum() < 2:
-                    assert math.isnan(ledger.slopes()[name][layer, head])
+                    assert math.isnan(ledger.distances.slopes()[name][layer, head])
                     continue
                 fitted += 1
-                count, gap = (x[i, layer, head][far] for x in (ledger.distance_count, ledger.distance_gap))
+                count, gap = (x[i, layer, head][far] for x in (ledger.distances.count, ledger.distances.gap))
                 by_polyfit = np.polyfit(np.log(distance[far]), gap, 1, w=np.sqrt(count))[0]
-                assert ledger.slopes()[name][layer, head] == pytest.approx(by_polyfit)
+                assert ledger.distances.slopes()[name][layer, head] == pytest.approx(by_polyfit)
                 assert log_slope(distance[far], gap, count) == pytest.approx(by_polyfit)
     assert fitted > 0
 
 
 def test_a_frame_has_a_row_per_query_and_head():
-    ledger = build_ledger(adder(), PROBLEMS)
+    ledger = build_ledger(adder(), PROBLEMS, distances=True)
     frame = ledger.to_frame()
     assert len(frame) == sum(found.target.size for found in ledger.lookups.values())
     shares = frame[["share", "self", "separator", "near", "far"]].sum(axis=1) + frame["sink"].where(frame.present, 0)

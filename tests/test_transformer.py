@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.attention import KeyValueCache
+from models.attention import Blocks, KeyValueCache
 from models.normalizers import softmax
 
 SCHEMES = pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none"])
@@ -209,7 +209,7 @@ def test_blocks_of_queries_give_the_full_matrices(make_adder, batch, scheme, sin
         parts[hook.name].append(value)
 
     blockwise = model.run_with_hooks(
-        batch.tokens, batch.mask, query_block=size, fwd_hooks=[(name, keep) for name in names]
+        batch.tokens, batch.mask, blocks=size and Blocks(size), fwd_hooks=[(name, keep) for name in names]
     )
     close(blockwise[batch.mask], full[batch.mask])
     for name in names:
@@ -234,7 +234,7 @@ def test_no_score_edit_opens_the_future_or_the_padding(make_adder, batch, sink, 
     patterns = []
     n = batch.tokens.shape[1]
     hooks = [(SCORES, lambda s, hook: edits[edit](s)), (PATTERN, lambda p, hook: patterns.append(widened(p, n, 0)))]
-    logits = model.run_with_hooks(batch.tokens, batch.mask, query_block=size, fwd_hooks=hooks)
+    logits = model.run_with_hooks(batch.tokens, batch.mask, blocks=size and Blocks(size), fwd_hooks=hooks)
     pattern = torch.cat(patterns, dim=2)
     hidden = hidden_keys(batch.mask)
     assert logits.isfinite().all()
@@ -427,7 +427,7 @@ def test_reading_in_two_parts_is_reading_at_once(make_adder, batch, scheme, spli
     model = make_adder(scheme)
     cache = KeyValueCache(batch.tokens.shape[1])
     first = model(batch.tokens[:, :split], batch.mask[:, :split], cache=cache)
-    second = model(batch.tokens, batch.mask, cache=cache, query_block=3)
+    second = model(batch.tokens, batch.mask, cache=cache, blocks=Blocks(3))
     close(torch.cat([first, second], dim=1)[batch.mask], model(batch.tokens)[batch.mask])
     with pytest.raises(ValueError, match="cache holds"):
         model(torch.cat([batch.tokens, batch.tokens], dim=1), cache=cache)
@@ -467,7 +467,6 @@ def test_the_loss_is_the_mean_surprise_of_the_decisions(adder, batch):
         ({"input": torch.zeros(1, 0, dtype=torch.long)}, "integer"),
         ({"input": torch.zeros(1, 1, 1, dtype=torch.long)}, "integer"),
         ({"input": torch.tensor([[1, 2]]), "attention_mask": torch.ones(1, 3)}, r"\(1, 2\), got \(1, 3\)"),
-        ({"input": "1+2", "query_block": 0}, "at least 1"),
         ({"input": "1+2", "return_type": "loss per token"}, "return_type"),
         ({"input": "1-2"}, "expected"),
         ({"input": ["1+2", "1+2="]}, "do not mix"),
