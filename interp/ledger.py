@@ -24,6 +24,7 @@ from transformer_lens.hook_points import HookPoint
 
 from interp.interventions import Edit
 from interp.leak import effective_number, leak_from_masses, log_slope, share_from_leak
+from interp.memory import require
 from interp.partition import Partition, key_index
 from interp.passes import Progress, run_problems
 from models.addition import LOOKUPS, STATES, Batch, Problem
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 CLASSES = ("self", "separator", "near", "far")
 Source = Literal["scores", "pattern"]
+_KEPT_BYTES = 3 * 11 * 8  # a lookup's floats per query and head; thrice, while parts are joined and sorted
 
 
 @dataclass(frozen=True)
@@ -204,17 +206,23 @@ def build_ledger(
         open_books.append(_Book(model, batch, source, distances))
         return open_books[-1].hooks()
 
-    entries: list[_Entry] = []
+    columns = len(LOOKUPS) * sum(max(n.bit_length() for n in problem) * 3 // 10 + 2 for problem in problems)
+    kept = columns * model.cfg.n_layers * model.cfg.n_heads * _KEPT_BYTES
+    require(kept, f"the ledger of {len(problems)} problems", "take fewer problems or fewer digits")
+    found: dict[tuple[str, bool], list[dict[str, np.ndarray]]] = {}
+    at_distance = []
     every_key = distances or source == "pattern"
     for step in run_problems(model, problems, interventions, watch, every_key=every_key, progress=progress):
-        entries.append(open_books.pop().close(np.array(step.indices)))
-    found = {}
-    for i, name in enumerate(LOOKUPS):
-        for present in (True, False):
-            view = _lookup(entries, i, name, present)
-            if len(view.column):
-                found[name, present] = view
-    return Ledger(found, _at_distance(entries, model.config.trained_distance) if distances else None)
+        entry = open_books.pop().close(np.array(step.indices))
+        for i, name in enumerate(LOOKUPS):
+            for present in (True, False):
+                if (entry.performs[:, i] & (entry.present[:, i] == present)).any():
+                    found.setdefault((name, present), []).append(_part(entry, i, present))
+        if entry.distances is not None:
+            at_distance.append(entry.distances)
+    keys = [(name, present) for name in LOOKUPS for present in (True, False) if (name, present) in found]
+    lookups = {key: _lookup(*key, found.pop(key)) for key in keys}
+    return Ledger(lookups, _at_distance(at_distance, model.config.trained_distance) if distances else None)
 
 
 @dataclass(frozen=True)
@@ -524,8 +532,8 @@ def _gathered(
     return scores.gather(3, index.clamp(min=0)).masked_fill(index < 0, -torch.inf)
 
 
-def _at_distance(entries: list[_Entry], trained_distance: int) -> DistanceLedger:
-    counts, totals, tops = zip(*(entry.distances for entry in entries if entry.distances is not None), strict=True)
+def _at_distance(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]], trained_distance: int) -> DistanceLedger:
+    counts, totals, tops = zip(*parts, strict=True)
     count, total = (_over_distances(list(x), np.add, 0) for x in (counts, totals))
     with np.errstate(invalid="ignore"):
         gap = total / count
@@ -541,35 +549,36 @@ def _over_distances(parts: list[np.ndarray], combine: np.ufunc, empty: float) ->
     return out
 
 
-def _lookup(entries: list[_Entry], i: int, name: str, present: bool) -> LookupLedger:
+_PER_HEAD = {"target", "rest", "rest_second", "rest_max", "classes", "sink", "beside"}
+
+
+def _part(entry: _Entry, i: int, present: bool) -> dict[str, np.ndarray]:
     """Sort what every query kept by one lookup: its targets into ``target``, all other keys into the rest."""
-    parts: list[dict[str, np.ndarray]] = []
-    for entry in entries:
-        rows = entry.performs[:, i] & (entry.present[:, i] == present)
-        slots, member = entry.slots[:, :, rows], entry.member[rows, :, i]
-        own = np.where(member, slots, -np.inf)
-        other = np.where(member, -np.inf, slots)
-        label = entry.slot_class[rows]
-        by_class = np.where((label[..., None] == np.arange(len(CLASSES))), other[..., None], -np.inf)
-        classes = np.logaddexp(entry.mass[:, :, rows], _logsumexp(by_class, -2))
-        sink = entry.sink[:, :, rows]
-        second = np.logaddexp(_logsumexp(entry.second[:, :, rows], -1), _logsumexp(2 * other, -1))
-        parts.append(
-            {
-                "target": _logsumexp(own, -1) if present else sink,
-                "rest": _logsumexp(classes, -1),
-                "rest_second": second,
-                "rest_max": np.maximum(entry.maximum[:, :, rows].max(-1), other.max(-1)),
-                "classes": classes,
-                "sink": sink,
-                "beside": entry.beside[:, :, rows, i],
-                **{key: value[rows] for key, value in entry.about.items()},
-            }
-        )
-    per_head = {"target", "rest", "rest_second", "rest_max", "classes", "sink", "beside"}
-    joined = {k: np.concatenate([p[k] for p in parts], axis=2 if k in per_head else 0) for k in parts[0]}
+    rows = entry.performs[:, i] & (entry.present[:, i] == present)
+    slots, member = entry.slots[:, :, rows], entry.member[rows, :, i]
+    own = np.where(member, slots, -np.inf)
+    other = np.where(member, -np.inf, slots)
+    label = entry.slot_class[rows]
+    by_class = np.where((label[..., None] == np.arange(len(CLASSES))), other[..., None], -np.inf)
+    classes = np.logaddexp(entry.mass[:, :, rows], _logsumexp(by_class, -2))
+    sink = entry.sink[:, :, rows]
+    return {
+        "target": _logsumexp(own, -1) if present else sink,
+        "rest": _logsumexp(classes, -1),
+        "rest_second": np.logaddexp(_logsumexp(entry.second[:, :, rows], -1), _logsumexp(2 * other, -1)),
+        "rest_max": np.maximum(entry.maximum[:, :, rows].max(-1), other.max(-1)),
+        "classes": classes,
+        "sink": sink,
+        "beside": entry.beside[:, :, rows, i],
+        **{key: value[rows] for key, value in entry.about.items()},
+    }
+
+
+def _lookup(name: str, present: bool, parts: list[dict[str, np.ndarray]]) -> LookupLedger:
+    """One lookup over all batches, in the order of the problems."""
+    joined = {k: np.concatenate([p[k] for p in parts], axis=2 if k in _PER_HEAD else 0) for k in parts[0]}
     order = np.lexsort((joined["query"], joined["problem"]))
-    sorted_ = {k: v[:, :, order] if k in per_head else v[order] for k, v in joined.items()}
+    sorted_ = {k: v[:, :, order] if k in _PER_HEAD else v[order] for k, v in joined.items()}
     return LookupLedger(name=name, present=present, **sorted_)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from interp.interventions import Edit, hooks_for
+from interp.memory import free_memory, require
 from models.addition import Batch, Problem, ProblemError
 from models.attention import Blocks
 from models.transformer import HookedAdder
@@ -53,21 +54,23 @@ class Plan:
 def plan_for(
     model: HookedAdder, problems: Sequence[Problem], interventions: Sequence[Edit] = (), *, every_key: bool = False
 ) -> Plan:
-    """The largest batch of the ladder whose block of scores stays in the cache, and whether far keys are pooled.
+    """The largest batch of the ladder whose block of scores stays in the cache and which fits into half of the free
+    memory, and whether far keys are pooled.
 
     Far keys are left out where the interventions give them no weight anyway, and pooled in long sequences, unless an
     intervention, a hook of the user's or the caller (``every_key``) looks at them one by one.
 
     Raises:
-        ProblemError: there is no problem.
+        ProblemError: there is no problem. MemoryLimit: not even one problem at a time fits into memory.
     """
     if not problems:
         raise ProblemError("there is no problem to run; give at least one")
     tokens = model.task.encode([max(problems, key=_size)]).tokens.shape[1]
     block = _BLOCK if tokens > _BLOCK * 3 // 2 else None
-    per_problem = model.cfg.n_heads * (block or tokens) * tokens * 4
-    fitting = (b for b in _BATCHES if b < 2 * len(problems) and b * per_problem <= _SCORE_BYTES)
-    batch = next(fitting, 1)
+    scores = model.cfg.n_heads * (block or tokens) * tokens * 4
+    most = min(_SCORE_BYTES / scores, free_memory() / 2 / _pass_bytes(model, tokens, scores))
+    batch = next((b for b in _BATCHES if b < 2 * len(problems) and b <= most), 1)
+    require(_pass_bytes(model, tokens, scores), f"a pass over {tokens} tokens", "take fewer digits")
     if block is None or _is_hooked(model):
         return Plan(batch, block)
     within = [edit.keeps_within(model) for edit in interventions]
@@ -77,6 +80,12 @@ def plan_for(
         return Plan(batch, block, "skipped", min(kept))
     pooled = tokens >= _POOL_FROM and not one_by_one and not every_key
     return Plan(batch, block, "pooled" if pooled else "each")
+
+
+def _pass_bytes(model: HookedAdder, tokens: int, scores: int) -> int:
+    """About what a pass takes for one problem: the residual stream and what a layer makes of it, a block of scores."""
+    width = 10 * model.cfg.d_model + 8 * model.cfg.n_heads * model.cfg.d_head + 3 * (model.cfg.d_mlp or 0)
+    return tokens * width * 4 + 8 * scores
 
 
 def _is_hooked(model: HookedAdder) -> bool:

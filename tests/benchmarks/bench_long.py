@@ -1,0 +1,170 @@
+"""Time and peak memory against length: a ledger over all heads, blockwise, beside the usual way.
+
+``run_with_cache + einops`` keeps every score and weight, as one would write it at first, and reduces them to the
+shares of the same classes and the far keys' log-mass, second moment and maximum. Everything runs on one problem, one
+thread, in one process, alternating; a figure is the least of its rounds, since noise only adds. Peak memory is the
+growth of the resident set's high-water mark, each in a process of its own. Run with ``make bench``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from einops import einsum
+
+import interp.passes as passes
+from interp.ledger import build_ledger
+from models.addition import Batch, Problem
+from models.attention import Blocks
+from models.checkpoint import load_checkpoint
+from models.transformer import HookedAdder
+
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "1digit-rotary2d-pressure-seed0"
+LENGTHS = (350, 700, 1400, 2000, 4000)
+CACHED_UP_TO = 700  # digits; beyond, full matrices take gigabytes
+ROUNDS = 3
+
+
+def problem(digits: int) -> Problem:
+    return 10**digits - 1, 10**digits - 7
+
+
+def forward(model: HookedAdder, digits: int, *, pool: bool) -> None:
+    batch = model.task.encode([problem(digits)])
+    with torch.no_grad():
+        model(batch.tokens, batch.mask, blocks=Blocks(64, pool=pool))
+
+
+def ledger(model: HookedAdder, digits: int, *, pool_from: int, block: int = 64) -> None:
+    passes._POOL_FROM, passes._BLOCK = pool_from, block
+    build_ledger(model, [problem(digits)])
+
+
+def cached(model: HookedAdder, digits: int) -> None:
+    batch = model.task.encode([problem(digits)])
+    with torch.no_grad():
+        _, cache = model.run_with_cache(
+            batch.tokens, batch.mask, names_filter=lambda name: name.endswith(("hook_attn_scores", "hook_pattern"))
+        )
+    classes = classes_of(model, batch)
+    for layer in range(model.cfg.n_layers):
+        scores, pattern = cache["attn_scores", layer], cache["pattern", layer]
+        for mask in classes:
+            einsum(pattern, mask.float(), "batch head query key, query key -> batch head query")
+        far = scores.masked_fill(~classes[-1], -torch.inf)
+        far.logsumexp(-1), (2 * far).logsumexp(-1), far.amax(-1)
+
+
+def classes_of(model: HookedAdder, batch: Batch) -> list[torch.Tensor]:
+    """Self, separator, near, far, as masks ``[query, key]``."""
+    vocab, column = model.task.vocabulary, batch.column[0]
+    itself = torch.eye(len(column), dtype=torch.bool)
+    separator = ((batch.tokens == vocab.plus) | (batch.tokens == vocab.equals)) & ~itself
+    other = torch.ones_like(itself).tril() & ~itself & ~separator
+    far = (column[:, None] - column[None]).abs() > model.config.trained_distance
+    return [itself, separator, other & ~far, other & far]
+
+
+ROUTES: dict[str, Callable[[HookedAdder, int], None]] = {
+    "forward, every key": lambda m, n: forward(m, n, pool=False),
+    "forward, far keys pooled": lambda m, n: forward(m, n, pool=True),
+    "ledger, every key": lambda m, n: ledger(m, n, pool_from=10**9),
+    "ledger, far keys pooled": lambda m, n: ledger(m, n, pool_from=0),
+    "ledger, full matrices": lambda m, n: ledger(m, n, pool_from=10**9, block=10**6),
+    "run_with_cache + einops": cached,
+}
+FULL = ("ledger, full matrices", "run_with_cache + einops")
+
+
+def peak(route: str, digits: int) -> float:
+    """MB by which the process's peak grows over what it held before, measured in a process of its own."""
+    out = subprocess.run([sys.executable, __file__, route, str(digits)], capture_output=True, text=True, check=True)
+    return float(json.loads(out.stdout))
+
+
+def measure_peak(route: str, digits: int) -> float:
+    torch.set_num_threads(1)
+    model = load_checkpoint(FIXTURE)
+    ROUTES[route](model, 5)  # what the first call alone takes
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts here
+    ROUTES[route](model, digits)
+    return (_status("VmHWM") - before) / 1e3
+
+
+def _status(field: str) -> int:
+    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    return int(line.split()[1])
+
+
+def measure(lengths: tuple[int, ...] = LENGTHS, rounds: int = ROUNDS) -> dict[tuple[str, int], tuple[float, float]]:
+    """Seconds and MB per (route, digits)."""
+    model = load_checkpoint(FIXTURE)
+    cells = [(route, n) for n in lengths for route in ROUTES if n <= CACHED_UP_TO or route not in FULL]
+    seconds = dict.fromkeys(cells, float("inf"))
+    for _ in range(rounds):
+        for route, n in cells:
+            began = time.process_time()
+            ROUTES[route](model, n)
+            seconds[route, n] = min(seconds[route, n], time.process_time() - began)
+    return {cell: (seconds[cell], peak(*cell)) for cell in cells}
+
+
+def main() -> int:
+    if len(sys.argv) == 3:
+        print(json.dumps(measure_peak(sys.argv[1], int(sys.argv[2]))))
+        return 0
+    torch.set_num_threads(1)
+    found = measure()
+    print("| one thread, one problem | " + " | ".join(f"{n} digits" for n in LENGTHS) + " |")
+    print("|---|" + "---:|" * len(LENGTHS))
+    for route in ROUTES:
+        row = [found.get((route, n)) for n in LENGTHS]
+        print(f"| {route} | " + " | ".join(f"{c[0]:.2f} s, {c[1]:.0f} MB" if c else "" for c in row) + " |")
+    time_of = {cell: s for cell, (s, _) in found.items()}
+    memory_of = {cell: mb for cell, (_, mb) in found.items()}
+    usual = ("run_with_cache + einops", 700)
+    checks = {
+        "ledger over forward, every key, 2000 digits: at most 2": (
+            time_of["ledger, every key", 2000] / time_of["forward, every key", 2000],
+            lambda x: x <= 2,
+        ),
+        "memory at 4000 over 2000 digits, every key: at most 2.3": (
+            memory_of["ledger, every key", 4000] / memory_of["ledger, every key", 2000],
+            lambda x: x <= 2.3,
+        ),
+        "memory at 4000 over 2000 digits, pooled: at most 2.3": (
+            memory_of["ledger, far keys pooled", 4000] / memory_of["ledger, far keys pooled", 2000],
+            lambda x: x <= 2.3,
+        ),
+        "usual way over ledger, time, every key, 700 digits: at least 3": (
+            time_of[usual] / time_of["ledger, every key", 700],
+            lambda x: x >= 3,
+        ),
+        "usual way over ledger, time, pooled, 700 digits: at least 20": (
+            time_of[usual] / time_of["ledger, far keys pooled", 700],
+            lambda x: x >= 20,
+        ),
+        "usual way over ledger, memory, every key, 700 digits: at least 20": (
+            memory_of[usual] / memory_of["ledger, every key", 700],
+            lambda x: x >= 20,
+        ),
+        "usual way over ledger, memory, pooled, 700 digits: at least 20": (
+            memory_of[usual] / memory_of["ledger, far keys pooled", 700],
+            lambda x: x >= 20,
+        ),
+    }
+    print()
+    for what, (ratio, holds) in checks.items():
+        print(f"- {what}: {ratio:.2f}{'' if holds(ratio) else ' (missed)'}")
+    return 0 if all(holds(ratio) for ratio, holds in checks.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
