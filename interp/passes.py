@@ -31,6 +31,7 @@ def after(progress: Progress, done: int) -> Progress:
 _SCORE_BYTES = 3 * 2**19  # a block of scores that stays in a core's cache; larger ones are several times slower
 _BATCHES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 _BLOCK = 64  # queries
+_SMALLER = (32, 16, 8)  # where a block's scores would not stay in the cache
 _POOL_FROM = 1024  # tokens from which the keys left over are worth the bookkeeping
 FarKeys = Literal["each", "skipped", "pooled"]
 
@@ -48,7 +49,7 @@ class Plan:
     def blocks(self) -> Blocks | None:
         if self.query_block is None:
             return None
-        return Blocks(self.query_block, self.skip_beyond, pool=self.far_keys == "pooled")
+        return Blocks(self.query_block, skip_beyond=self.skip_beyond, pool=self.far_keys == "pooled")
 
 
 def plan_for(
@@ -66,20 +67,37 @@ def plan_for(
     if not problems:
         raise ProblemError("there is no problem to run; give at least one")
     tokens = model.task.encode([max(problems, key=_size)]).tokens.shape[1]
-    block = _BLOCK if tokens > _BLOCK * 3 // 2 else None
-    scores = model.cfg.n_heads * (block or tokens) * tokens * 4
-    most = min(_SCORE_BYTES / scores, free_memory() / 2 / _pass_bytes(model, tokens, scores))
+    far_keys, within = _far_keys(model, tokens, interventions, every_key)
+    if tokens <= _BLOCK * 3 // 2:
+        block, far_keys, within = None, "each", None
+    elif far_keys == "each":  # then a block of scores grows with the length
+        block = next((b for b in (_BLOCK, *_SMALLER) if _scores_bytes(model, b, tokens) <= _SCORE_BYTES), _SMALLER[-1])
+    else:
+        block = _BLOCK
+    scores = _scores_bytes(model, block or tokens, tokens)
+    needed = _pass_bytes(model, tokens, scores)
+    require(needed, f"a pass over {tokens} tokens", "take fewer digits")
+    most = min(_SCORE_BYTES / scores, free_memory() / 2 / needed)
     batch = next((b for b in _BATCHES if b < 2 * len(problems) and b <= most), 1)
-    require(_pass_bytes(model, tokens, scores), f"a pass over {tokens} tokens", "take fewer digits")
-    if block is None or _is_hooked(model):
-        return Plan(batch, block)
-    within = [edit.keeps_within(model) for edit in interventions]
-    kept = [distance for distance in within if distance is not None]
-    one_by_one = any(edit.every_key for edit, distance in zip(interventions, within, strict=True) if distance is None)
-    if kept and not one_by_one:
-        return Plan(batch, block, "skipped", min(kept))
-    pooled = tokens >= _POOL_FROM and not one_by_one and not every_key
-    return Plan(batch, block, "pooled" if pooled else "each")
+    return Plan(batch, block, far_keys, within)
+
+
+def _far_keys(
+    model: HookedAdder, tokens: int, interventions: Sequence[Edit], every_key: bool
+) -> tuple[FarKeys, int | None]:
+    """What may be done about far keys, and the distance beyond which they are left out."""
+    if _is_hooked(model):
+        return "each", None
+    kept = [edit.keeps_within(model) for edit in interventions]
+    one_by_one = any(edit.every_key for edit, within in zip(interventions, kept, strict=True) if within is None)
+    limits = [within for within in kept if within is not None]
+    if limits and not one_by_one:
+        return "skipped", min(limits)
+    return ("each" if one_by_one or every_key or tokens < _POOL_FROM else "pooled"), None
+
+
+def _scores_bytes(model: HookedAdder, queries: int, tokens: int) -> int:
+    return model.cfg.n_heads * queries * tokens * 4
 
 
 def _pass_bytes(model: HookedAdder, tokens: int, scores: int) -> int:

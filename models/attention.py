@@ -13,8 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import add
 from typing import NamedTuple
 
 import torch
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from models.config import AdderConfig
-from models.normalizers import softmax
+from models.normalizers import softmax, weighted_sum
 from models.positions import SCHEMES, Coordinates, PositionScheme, rotate
 
 
@@ -81,7 +79,7 @@ class Span(NamedTuple):
 class Blocks:
     """How a forward pass is cut up, so that nothing of size length x length is held.
 
-    ``query``: queries a block; keys are cut in the same way. Three things may be done about the keys far from a block:
+    ``query``: queries a block; ``key``: keys a block. Three things may be done about the keys far from a block:
 
     - nothing: every key up to the block's last query is there;
     - ``skip_beyond=D``: blocks of keys that are wholly further than D from every query of the block are left out, as
@@ -94,12 +92,15 @@ class Blocks:
     """
 
     query: int
+    key: int = 64
     skip_beyond: int | None = None
     pool: bool = False
 
     def __post_init__(self) -> None:
         if self.query < 1:
             raise ValueError(f"a block must hold at least 1 query, got {self.query}")
+        if self.key < 1:
+            raise ValueError(f"a block must hold at least 1 key, got {self.key}")
         if self.skip_beyond is not None and self.skip_beyond < 0:
             raise ValueError(f"skip_beyond must be a distance from 0 up, got {self.skip_beyond}")
 
@@ -108,14 +109,14 @@ class Blocks:
 class Block:
     """One block of queries and the keys it sees.
 
-    ``runs``: its keys, the pool aside, as slices in order. ``parts``: where sums over keys are taken part by part,
-    their widths. ``hidden`` is about the last so many keys, those before are seen by every query; ``factor`` is about
-    all but the pool. ``pooled``: which blocks of keys are in the pool.
+    ``runs``: its keys, the pool aside, as slices in order. ``part``: where sums over keys are taken part by part, how
+    many keys that is. ``hidden`` is about the last so many keys, those before are seen by every query; ``factor`` is
+    about all but the pool. ``pooled``: which blocks of keys are in the pool.
     """
 
     span: Span
     runs: list[slice]
-    parts: list[int]
+    part: int | None
     hidden: Bool[Tensor, "batch 1 query tail"]
     factor: Float[Tensor, "batch 1 query key"] | None
     pooled: Bool[Tensor, "block"] | None
@@ -137,7 +138,7 @@ class Geometry:
         self.scheme, self.at, self.mask, self.start, self.dtype = scheme, at, mask, start, dtype
         self.trained_distance = trained_distance
         self.stop = mask.shape[1]
-        self.cut = blocks or Blocks(max(1, self.stop))
+        self.cut = blocks or Blocks(max(1, self.stop), max(1, self.stop))
         self._last: Block | None = None
         self._found: tuple[int, Tensor] | None = None
         if scheme.rotates:
@@ -165,7 +166,7 @@ class Geometry:
             yield self._last
 
     def _block(self, queries: slice, near: Tensor | None, pool: bool) -> Block:
-        size, stop = self.cut.query, queries.stop
+        size, stop = self.cut.key, queries.stop
         live = list(range(-(-stop // size)))
         key: slice | Tensor = slice(0, stop)
         shown, runs, pooled = key, [slice(0, stop)], None
@@ -176,7 +177,6 @@ class Geometry:
             shown = key = torch.cat([torch.arange(run.start, run.stop) for run in runs])
             if pool:
                 shown, pooled = nn.functional.pad(key, (1, 0), value=-1), ~near
-        parts = [min(size, stop - j * size) for j in live] if pooled is None else []
         seen = self.at.at(key)
         factor = self.scheme.factor(self.at.at(queries), seen)
         real = self.mask[:, key]
@@ -189,7 +189,7 @@ class Geometry:
         return Block(
             span=Span(queries, shown),
             runs=runs,
-            parts=parts,
+            part=size if pooled is None else None,
             hidden=~allowed[:, None],
             factor=None if factor is None else factor[:, None].to(self.dtype),
             pooled=pooled,
@@ -199,20 +199,20 @@ class Geometry:
         """Which blocks of keys come within a distance of which blocks of queries, or hold a separator."""
         if self._found is not None and self._found[0] == distance:
             return self._found[1]
-        size, axis = self.cut.query, self.scheme.axis(self.at)
+        axis = self.scheme.axis(self.at)
         most = torch.iinfo(axis.dtype).max
         rows = []
-        padding = -self.stop % size
-        real = nn.functional.pad(self.mask, (0, padding))
-        separator = nn.functional.pad(self.at.separator & self.mask, (0, padding))
-        where = nn.functional.pad(axis, (0, padding))
-        for first in range(self.start, self.stop, size):
-            here, own = axis[:, first : first + size], self.mask[:, first : first + size]
+        padding = (0, -self.stop % self.cut.key)
+        real, separator = (nn.functional.pad(x, padding) for x in (self.mask, self.at.separator & self.mask))
+        where = nn.functional.pad(axis, padding)
+        for first in range(self.start, self.stop, self.cut.query):
+            block = slice(first, first + self.cut.query)
+            here, own = axis[:, block], self.mask[:, block]
             low = torch.where(own, here, most).amin(1, keepdim=True)
             high = torch.where(own, here, -most).amax(1, keepdim=True)
             near = real & (where >= low - distance) & (where <= high + distance) | separator
-            near[:, first : first + size] = True
-            rows.append(near.any(0).unflatten(0, (-1, size)).any(1))
+            near[:, block] = True
+            rows.append(near.any(0).unflatten(0, (-1, self.cut.key)).any(1))
         self._found = (distance, torch.stack(rows))
         return self._found[1]
 
@@ -307,11 +307,9 @@ class Attention(nn.Module):
         scores = self._hooked_scores(scores, block.hidden, span)
         sink = self._sink_scores(scores, sink_boost, span)
         self.hook_pattern.ctx.update(query=span.query, key=span.key)
-        weights = self.hook_pattern(softmax(scores, sink, block.parts)).to(v.dtype)
+        weights = self.hook_pattern(softmax(scores, sink, block.part)).to(v.dtype)
         own = weights if mean is None else weights[..., 1:]
-        parts = block.parts or [run.stop - run.start for run in block.runs]
-        values = _joined([v[:, :, run] for run in block.runs], dim=2)
-        z = reduce(add, (w @ x for w, x in zip(own.split(parts, dim=-1), values.split(parts, dim=2), strict=True)))
+        z = weighted_sum(own, _joined([v[:, :, run] for run in block.runs], dim=2), block.part)
         return z if mean is None else z + weights[..., :1] * mean
 
     def _hooked_scores(self, scores: Tensor, hidden: Tensor, span: Span) -> Tensor:
@@ -372,7 +370,7 @@ class _Pool:
     """Per block of keys: how many real keys it holds, and the sum of their values."""
 
     def __init__(self, v: Float[Tensor, "batch head pos d_head"], geometry: Geometry):
-        size = geometry.cut.query
+        size = geometry.cut.key
         real = geometry.mask[:, None, :, None]
         self.values = torch.stack([part.sum(2) for part in (v * real).split(size, dim=2)], dim=2)
         self.number = torch.stack([part.sum(1) for part in geometry.mask.split(size, dim=1)], dim=1).to(v.dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -12,7 +10,7 @@ from torch import Tensor
 def softmax(
     scores: Float[Tensor, "*batch key"],
     sink: Float[Tensor, "*batch"] | None = None,
-    parts: Sequence[int] = (),
+    part: int | None = None,
 ) -> Float[Tensor, "*batch key"]:
     """Softmax over the keys and, if given, a sink that takes part in the sum and writes nothing.
 
@@ -20,11 +18,11 @@ def softmax(
     everything is ``-inf`` has no weights at all: zeros, not NaN.
 
     Args:
-        parts: widths of consecutive parts of the keys. The denominator is then summed part by part, in order, so that
-            a part in which every score is ``-inf`` changes no bit, whether it is there or left out.
+        part: sum the denominator over so many keys at a time, in order, so that a part in which every score is ``-inf``
+            changes no bit, whether it is there or left out.
     """
-    if len(parts) > 1:
-        return _in_parts(scores, sink, parts)
+    if part is not None and part < scores.shape[-1]:
+        return _in_parts(scores, sink, part)
     if sink is None:
         logits = scores
     else:
@@ -36,13 +34,29 @@ def softmax(
     return weights if sink is None else weights[..., :-1]
 
 
-def _in_parts(scores: Tensor, sink: Tensor | None, parts: Sequence[int]) -> Tensor:
+def _in_parts(scores: Tensor, sink: Tensor | None, part: int) -> Tensor:
     top = scores.amax(dim=-1, keepdim=True)
     if sink is not None:
         top = torch.maximum(top, sink[..., None])
     top = torch.where(torch.isneginf(top), 0.0, top)
     weights = (scores - top).exp_()
-    total = torch.zeros_like(top) if sink is None else (sink[..., None] - top).exp()
-    for part in weights.split(list(parts), dim=-1):
-        total = total + part.sum(dim=-1, keepdim=True)
+    whole = scores.shape[-1] // part * part
+    sums = weights[..., :whole].unflatten(-1, (-1, part)).sum(-1)
+    total = sums.cumsum(-1)[..., -1:] + weights[..., whole:].sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + (sink[..., None] - top).exp()
     return weights / total.clamp(min=torch.finfo(scores.dtype).tiny)  # a dead row's total is 0
+
+
+def weighted_sum(
+    weights: Float[Tensor, "*batch query key"], values: Float[Tensor, "*batch key d"], part: int | None = None
+) -> Float[Tensor, "*batch query d"]:
+    """``weights @ values``; with ``part``, over so many keys at a time, in order, as :func:`softmax` sums."""
+    if part is None or part >= weights.shape[-1]:
+        return weights @ values
+    whole = weights.shape[-1] // part * part
+    products = weights[..., :whole].unflatten(-1, (-1, part)).transpose(-2, -3) @ values[..., :whole, :].unflatten(
+        -2, (-1, part)
+    )
+    z = products.cumsum(-3)[..., -1, :, :]
+    return z if whole == weights.shape[-1] else z + weights[..., whole:] @ values[..., whole:, :]

@@ -21,7 +21,7 @@ from models.transformer import HookedAdder
 
 PROBLEMS = ((10**150 - 1, 1), (7**120, 3**201), (10**40 + 77, 9**150), (123456789, 10**90))
 FIELDS = ("target", "rest", "rest_second", "rest_max", "classes", "sink", "beside")
-EVERY, POOLED = Blocks(16), Blocks(16, pool=True)
+EVERY, POOLED = Blocks(16, 16), Blocks(16, 16, pool=True)
 
 
 @cache
@@ -114,20 +114,20 @@ def test_a_scheme_whose_scores_do_not_vanish_is_run_with_every_key(scheme):
     ("scheme", "sink"), [("rotary2d", True), ("rotary2d", False), ("rotary", False), ("none", True)]
 )
 @pytest.mark.parametrize("name", ["far", "window=3", "window=40"])
-@pytest.mark.parametrize("size", [16, 37])
+@pytest.mark.parametrize("size", [(16, 16), (37, 20), (8, 64)])
 def test_leaving_out_keys_that_an_edit_removes_is_the_same_to_the_last_bit(scheme, sink, name, size):
     model = adder(scheme, sink=sink)
     batch, inputs = encoded(model)
     edit = parse_intervention(name)
     within = edit.keeps_within(model)
     with torch.no_grad(), model.hooks(hooks_for(model, batch, [edit])):
-        every = model(*inputs, blocks=Blocks(size))
-        skipped = model(*inputs, blocks=Blocks(size, skip_beyond=within))
+        every = model(*inputs, blocks=Blocks(*size))
+        skipped = model(*inputs, blocks=Blocks(*size, skip_beyond=within))
     assert torch.equal(every, skipped)
 
 
 def test_leaving_out_keys_leaves_some_out():
-    widths = [scores.shape[-1] for _, scores in spans_of(adder(), Blocks(16, skip_beyond=4))]
+    widths = [scores.shape[-1] for _, scores in spans_of(adder(), Blocks(16, 16, skip_beyond=4))]
     assert max(widths) < 0.9 * max(span.query.stop for span, _ in spans_of(adder(), EVERY))
 
 
