@@ -113,7 +113,7 @@ def score(
     as_json: AsJson = False,
 ) -> None:
     """Score every decision on its own, given the correct answer so far."""
-    _score(checkpoint, digits, problems, problems_from, [], (), (), seed, threads, as_json)
+    _score(checkpoint, digits, problems, problems_from, [], ((), ()), seed, threads, as_json)
 
 
 @app.command()
@@ -132,6 +132,9 @@ def ablate(
     digits: Digits = "100",
     problems: Problems = 50,
     problems_from: ProblemsFrom = None,
+    each_head: Annotated[
+        bool, typer.Option("--each-head", help="Also: the last intervention in each head alone, and in all others.")
+    ] = False,
     seed: Seed = 0,
     threads: Threads = None,
     as_json: AsJson = False,
@@ -142,9 +145,12 @@ def ablate(
     if not intervention:
         flags = ", ".join(f"--{name}" for name in INTERVENTION_FLAGS)
         raise InputError(f"ablate needs an intervention, got none; give at least one of {flags}")
-    _score(
-        checkpoint, digits, problems, problems_from, intervention, head or (), except_head or (), seed, threads, as_json
-    )
+    if each_head and (len(intervention) > 1 or head or except_head):
+        raise InputError(
+            f"--each-head takes one intervention in all heads, got {', '.join(intervention)}; drop the rest"
+        )
+    scope = (head or (), except_head or ())
+    _score(checkpoint, digits, problems, problems_from, intervention, scope, seed, threads, as_json, each_head)
 
 
 @app.command()
@@ -287,18 +293,18 @@ def _score(
     problems: int,
     problems_from: Path | None,
     names: Sequence[str],
-    heads: Sequence[str],
-    except_heads: Sequence[str],
+    scope: tuple[Sequence[str], Sequence[str]],
     seed: int,
     threads: int | None,
     as_json: bool,
+    each_head: bool = False,
 ) -> None:
     (length,) = _lengths(digits, one=True)
     _use_threads(threads)
     from interp import decisions
 
     model = _load(checkpoint)
-    interventions = _interventions(names, heads, except_heads, seed)
+    interventions = _interventions(names, *scope, seed)
     drawn = _problems(model, length, problems, problems_from, seed)
     with _progress(len(drawn), "scoring") as tell:
         found = decisions.score(model, drawn, interventions, seed=seed, progress=lambda done: tell(done, ""))
@@ -306,6 +312,12 @@ def _score(
     if interventions:
         payload["interventions"] = [i.name for i in interventions]
     payload |= found.to_json()
+    if each_head:
+        from interp.diagnosis import head_trials
+
+        with _status() as tell_head:
+            trials = head_trials(model, drawn, interventions[0], progress=tell_head)
+        payload |= {"wrong_before": trials[0].wrong, "heads": [trial.to_json() for trial in trials]}
     _emit(payload, as_json, lambda console: _print_score(console, payload))
 
 
@@ -407,6 +419,9 @@ def _print_score(console: Console, payload: dict[str, Any]) -> None:
         console.print(f"first wrong column: {payload['first_wrong_column']} (0 is the least significant)")
     rows = [{"state": name, **counts} for name, counts in payload["by_state"].items()]
     _table(console, [*rows, {"state": "eos", **payload["eos"]}])
+    if "heads" in payload:
+        console.print(f"\nin one head alone, and in all others; {payload['wrong_before']} wrong without it")
+        _table(console, payload["heads"])
 
 
 def _print_diagnosis(console: Console, found: Any) -> None:

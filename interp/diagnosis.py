@@ -27,7 +27,7 @@ edit, in one head alone and in all but that head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -68,16 +68,38 @@ class Trial:
 
 @dataclass(frozen=True)
 class HeadTrial:
-    """The proving edit in one head alone (``repaired_alone``, a share of the wrong decisions) and in all but that head
-    (``left_without``, the share that is then still wrong)."""
+    """An edit in one head alone, and in all but that head; ``wrong`` decisions under neither."""
 
     head: Head
-    repaired_alone: float
-    left_without: float
+    wrong: int
+    alone: Trial
+    without: Trial
+
+    @property
+    def repaired_alone(self) -> float:
+        """The share of the wrong decisions that the edit repairs in this head alone; 0 where none is wrong."""
+        return self.alone.repaired / self.wrong if self.wrong else 0.0
+
+    @property
+    def left_without(self) -> float:
+        """The share of the wrong decisions that is left by the edit in all other heads; 0 where none is wrong."""
+        return self.without.wrong / self.wrong if self.wrong else 0.0
 
     @property
     def matters(self) -> bool:
         return self.repaired_alone >= HEAD_MATTERS or self.left_without >= HEAD_MATTERS
+
+    def to_json(self) -> dict[str, Any]:
+        """One row of ``leaksum ablate --each-head``."""
+        layer, head = self.head
+        return {
+            "layer": layer,
+            "head": head,
+            "wrong_alone": self.alone.wrong,
+            "repaired_alone": self.repaired_alone,
+            "wrong_without": self.without.wrong,
+            "left_without": self.left_without,
+        }
 
 
 @dataclass(frozen=True)
@@ -125,10 +147,7 @@ class Diagnosis:
             "score": {k: v for k, v in self.score.to_json().items() if k != "run"},
             "reach": self.reach.to_json(),
             "heads": heads,
-            "interventions": [
-                {"name": t.name, "wrong": t.wrong, "exact": t.exact, "repaired": t.repaired, "broken": t.broken}
-                for t in self.trials
-            ],
+            "interventions": [asdict(t) for t in self.trials],
             "verdict": {
                 "cause": self.verdict.cause,
                 "heads": [list(head) for head in self.verdict.heads],
@@ -278,17 +297,7 @@ class _Investigation:
 
     def _head_trials(self, edit: Edit) -> tuple[HeadTrial, ...]:
         failing = [self.problems[i] for i in np.flatnonzero(~self.base.problem_exact)[:HEAD_PROBLEMS]]
-        failed = score(self.model, failing)
-        trials = []
-        for layer in range(self.model.cfg.n_layers):
-            for head in range(self.model.cfg.n_heads):
-                self.progress(f"{edit.name} in head {layer}.{head} alone, and in all others")
-                one = frozenset({(layer, head)})
-                alone = _trial(self.model, failing, failed, _within(edit, Scope(only=one)))
-                without = _trial(self.model, failing, failed, _within(edit, Scope(without=one)))
-                n = failed.n_wrong
-                trials.append(HeadTrial((layer, head), alone.repaired / n, without.wrong / n))
-        return tuple(trials)
+        return head_trials(self.model, failing, edit, progress=self.progress)
 
     # Evidence, in words and numbers
 
@@ -334,11 +343,43 @@ class _Investigation:
                 n_eff = np.median(view.n_eff[layer, head])
                 cells.append(f"target {target:.2f}, far {crowd:.2f}, sink {sink:.2f}, N_eff {n_eff:.0f}")
                 taken.append(target)
+            scores = [np.median(x[layer, head]) for x in (now.target, now.sink)]
+            best = now.far_max_share[layer, head].mean()
+            cells[1] += f"; best far key {best:.2f}"
+            if key[1]:
+                cells[1] += f"; scores: target {scores[0]:.1f}" + (
+                    f", sink {scores[1]:.1f}" * bool(np.isfinite(scores[1]))
+                )
             what = key[0].replace("_", " ") + ("" if key[1] else " with nothing to find")
             lines.append((taken[1] - taken[0], f"head {layer}.{head}, {what}: in training {cells[0]}; now {cells[1]}"))
         keys = float(np.mean(self.longer.lookups["first_same_column", True].keys))
         bar = f"a majority against all {keys:.0f} keys that a decision sees takes a gap of {majority_gap(keys):.1f}"
         return [line for _, line in sorted(lines)[:LEDGER_LINES]] + [bar]
+
+
+def head_trials(
+    model: HookedAdder,
+    problems: Sequence[Problem],
+    edit: Edit,
+    *,
+    progress: Callable[[str], object] = lambda what: None,
+) -> tuple[HeadTrial, ...]:
+    """Transplant an edit head by head: into one head alone, and into all but that head.
+
+    A head whose attention far keys take may matter to no decision. Whether it does is a causal question, and this is
+    the answer: activation patching's necessity and sufficiency (Heimersheim and Nanda 2404.15255), with an edit in the
+    place of a patch.
+    """
+    base = score(model, problems)
+    trials = []
+    for layer in range(model.cfg.n_layers):
+        for head in range(model.cfg.n_heads):
+            progress(f"{edit.name} in head {layer}.{head} alone, and in all others")
+            one = frozenset({(layer, head)})
+            alone = _trial(model, problems, base, _within(edit, Scope(only=one)))
+            without = _trial(model, problems, base, _within(edit, Scope(without=one)))
+            trials.append(HeadTrial((layer, head), base.n_wrong, alone, without))
+    return tuple(trials)
 
 
 def _within(edit: Edit, scope: Scope) -> Edit:

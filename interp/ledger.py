@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 CLASSES = ("self", "separator", "near", "far")
 Source = Literal["scores", "pattern"]
-_KEPT_BYTES = 3 * 11 * 8  # a lookup's floats per query and head; thrice, while parts are joined and sorted
+_KEPT_BYTES = 3 * 12 * 8  # a lookup's floats per query and head; thrice, while parts are joined and sorted
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class LookupLedger:
 
     ``target``: log-mass of the target set (of the sink where there is nothing to find). ``rest``: log-mass of all other
     keys, the sink aside; ``rest_second`` and ``rest_max``: their second moment and maximum. ``classes``: log-mass per
-    class, ``[layer, head, query, class]``, the target aside. ``sink``: the sink's score. ``beside``: log-mass of the
-    keys one column to either side of the target. ``column``, ``state``, ``problem``, ``keys``, ``far_keys`` (how many
-    of them are far): per query ``[query]``.
+    class, ``[layer, head, query, class]``, the target aside. ``far_max``: the highest score of a far key. ``sink``: the
+    sink's score. ``beside``: log-mass of the keys one column to either side of the target. ``column``, ``state``,
+    ``problem``, ``keys``, ``far_keys`` (how many of them are far): per query ``[query]``.
     """
 
     name: str
@@ -57,6 +57,7 @@ class LookupLedger:
     rest_second: np.ndarray
     rest_max: np.ndarray
     classes: np.ndarray
+    far_max: np.ndarray
     sink: np.ndarray
     beside: np.ndarray
     column: np.ndarray
@@ -100,6 +101,11 @@ class LookupLedger:
     def class_shares(self) -> np.ndarray:
         """``[layer, head, query, class]``, in the order of :data:`CLASSES`, the target left out of its class."""
         return np.exp(self.classes - self.total[..., None])
+
+    @property
+    def far_max_share(self) -> np.ndarray:
+        """Share of the far key that has the most."""
+        return np.exp(self.far_max - self.total)
 
     @property
     def beside_share(self) -> np.ndarray:
@@ -549,7 +555,7 @@ def _over_distances(parts: list[np.ndarray], combine: np.ufunc, empty: float) ->
     return out
 
 
-_PER_HEAD = {"target", "rest", "rest_second", "rest_max", "classes", "sink", "beside"}
+_PER_HEAD = {"target", "rest", "rest_second", "rest_max", "classes", "far_max", "sink", "beside"}
 
 
 def _part(entry: _Entry, i: int, present: bool) -> dict[str, np.ndarray]:
@@ -561,13 +567,16 @@ def _part(entry: _Entry, i: int, present: bool) -> dict[str, np.ndarray]:
     label = entry.slot_class[rows]
     by_class = np.where((label[..., None] == np.arange(len(CLASSES))), other[..., None], -np.inf)
     classes = np.logaddexp(entry.mass[:, :, rows], _logsumexp(by_class, -2))
-    sink = entry.sink[:, :, rows]
+    sink, far = entry.sink[:, :, rows], CLASSES.index("far")
     return {
         "target": _logsumexp(own, -1) if present else sink,
         "rest": _logsumexp(classes, -1),
         "rest_second": np.logaddexp(_logsumexp(entry.second[:, :, rows], -1), _logsumexp(2 * other, -1)),
         "rest_max": np.maximum(entry.maximum[:, :, rows].max(-1), other.max(-1)),
         "classes": classes,
+        "far_max": np.maximum(
+            entry.maximum[:, :, rows, CLASSES.index("far")], by_class[..., CLASSES.index("far")].max(-1)
+        ),
         "sink": sink,
         "beside": entry.beside[:, :, rows, i],
         **{key: value[rows] for key, value in entry.about.items()},

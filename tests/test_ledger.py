@@ -135,6 +135,8 @@ def test_the_share_is_the_patterns(kind, double, tolerance):
         expected = sum(pattern[k] for k in targets) if found.present else 1 - pattern.sum()
         assert found.share[at] == pytest.approx(expected, abs=tolerance)
         assert found.far_keys[at[2]] == (label == FAR).sum()
+        far = [pattern[k] for k in np.flatnonzero(label == FAR) if k not in targets]
+        assert found.far_max_share[at] == pytest.approx(max(far, default=0.0), abs=tolerance)
 
 
 def test_left_cut_lookups_have_several_targets():
