@@ -574,9 +574,7 @@ def _part(entry: _Entry, i: int, present: bool) -> dict[str, np.ndarray]:
         "rest_second": np.logaddexp(_logsumexp(entry.second[:, :, rows], -1), _logsumexp(2 * other, -1)),
         "rest_max": np.maximum(entry.maximum[:, :, rows].max(-1), other.max(-1)),
         "classes": classes,
-        "far_max": np.maximum(
-            entry.maximum[:, :, rows, CLASSES.index("far")], by_class[..., CLASSES.index("far")].max(-1)
-        ),
+        "far_max": np.maximum(entry.maximum[:, :, rows, far], by_class[..., far].max(-1)),
         "sink": sink,
         "beside": entry.beside[:, :, rows, i],
         **{key: value[rows] for key, value in entry.about.items()},
