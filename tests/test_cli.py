@@ -185,6 +185,22 @@ def test_scope_reaches_the_heads(small):
     assert one["by_column"] not in (whole["by_column"], plain["by_column"])
 
 
+def test_each_head_in_turn_adds_up_to_scoped_runs(small):
+    found = small("ablate", "--far", "--each-head", digits="14")
+    assert [(row["layer"], row["head"]) for row in found["heads"]] == [(x, y) for x in range(3) for y in range(4)]
+    assert found["wrong_before"] == small("score", digits="14")["wrong"]
+    row = found["heads"][6]
+    assert row["wrong_alone"] == small("ablate", "--far", "--head", "1.2", digits="14")["wrong"]
+    assert row["wrong_without"] == small("ablate", "--far", "--except-head", "1.2", digits="14")["wrong"]
+
+
+@pytest.mark.parametrize("more", [["--sink-boost", "1"], ["--head", "1.2"], ["--except-head", "0.0"]])
+def test_each_head_goes_with_one_intervention_alone(leaksum, more):
+    code, out, err = leaksum("ablate", HERE, "--digits", 6, "--far", "--each-head", *more)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "--each-head takes one intervention" in err
+
+
 def test_the_seed_reaches_the_random_control(small):
     edit = parse_intervention("random-control", seed=5)
     model = load_checkpoint(FIXTURE)
