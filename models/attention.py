@@ -26,6 +26,9 @@ from models.normalizers import softmax, weighted_sum
 from models.positions import SCHEMES, Coordinates, PositionScheme, rotate
 
 
+_POOL_STEP = 8  # distances are rounded up to it, so that layers mostly see the same keys
+
+
 @dataclass
 class KeyValueCache:
     """Keys (rotated) and values of the tokens already read, per layer, for generation."""
@@ -151,7 +154,9 @@ class Geometry:
             return None
         bound = float(q.norm(dim=-1).max() * k.norm(dim=-1).max())
         vanishing = self.scheme.vanishes_beyond(bound, torch.finfo(torch.float32).eps / 2)
-        return None if vanishing is None else max(vanishing, self.trained_distance)
+        if vanishing is None:
+            return None
+        return -(-max(vanishing, self.trained_distance) // _POOL_STEP) * _POOL_STEP
 
     def blocks(self, pool_beyond: int | None = None) -> Iterator[Block]:
         """The blocks of queries, in order."""
