@@ -35,6 +35,8 @@ app = typer.Typer(
 INTERVENTION_FLAGS = {
     "far": False,
     "window": True,
+    "first-and-window": True,
+    "keep-near": False,
     "sink-boost": True,
     "far-zero": False,
     "drop-best-far": False,

@@ -311,7 +311,11 @@ class _Investigation:
     def _where(self) -> str:
         counts = {name: self.base.count(self.base.state == i) for i, name in enumerate(STATES)}
         states = ", ".join(f"{name} {c['wrong']} of {c['decisions']}" for name, c in counts.items() if c["decisions"])
-        return f"first wrong column {self.base.first_wrong_column}; wrong by state: {states}"
+        eos = self.base.count(self.base.eos)
+        return (
+            f"first wrong column {self.base.first_wrong_column}; wrong by state: {states} "
+            f"(ends of sums among them: {eos['wrong']} of {eos['decisions']})"
+        )
 
     def _trial_lines(self, candidates: list[tuple[str, Edit]]) -> list[str]:
         shown = [edit.name for _, edit in candidates if not edit.name.startswith("sink-boost")]

@@ -5,6 +5,9 @@ name               what it does, in the heads in scope
 =================  ==================================================================================================
 far                removes every far key (:mod:`interp.partition`): its score becomes -inf, the rest renormalises
 window=W           removes every key further than W, in the scheme's unit, separators included
+first-and-window   =K,W removes every key but the first K tokens and the last W, the query's own among them, as
+                   streaming attention does (Xiao et al. 2309.17453): tokens whatever the scheme's unit
+keep-near          removes far keys as ``far`` does, and separators too
 sink-boost=X       adds X to the sink's score; ``log``: log(n / n_train), ``2log``: twice that, n being the keys that
                    the query can see and n_train the most that a query saw in training; never below 0
 far-zero           zeroes the weights of far keys after the softmax, without renormalising: what the crowd wrote is
@@ -197,6 +200,17 @@ def _outside_window(partition: Partition, intervention: Intervention, span: Span
     return partition.distance(span) > _window(intervention.kind, intervention.value)
 
 
+def _outside_stream(partition: Partition, intervention: Intervention, span: Span) -> Tensor:
+    first, last = _pair(intervention.kind, intervention.value)
+    query, key = (partition.at.position[:, at] for at in (span.query, span.key))
+    return (key >= first)[:, None] & (query[:, :, None] - key[:, None] >= last)
+
+
+def _not_near(partition: Partition, _: Intervention, span: Span) -> Tensor:
+    itself = span.positions == torch.arange(span.query.start, span.query.stop)[:, None]
+    return (partition.far(span) | partition.separator(span)) & ~itself
+
+
 def _random_control(partition: Partition, intervention: Intervention, span: Span) -> Tensor:
     free = partition.visible(span) & ~partition.targets(span)
     wanted = partition.far(span).sum(-1, keepdim=True)
@@ -342,6 +356,14 @@ def _count(kind: str, value: str | None) -> int:
     return 1 if value is None else _whole(kind, value, "takes a number of keys from 1 up")
 
 
+def _pair(kind: str, value: str | None) -> tuple[int, int]:
+    takes = "takes two whole numbers of tokens, K,W: the first K and the last W, W at least 1"
+    first, comma, last = (value or "").partition(",")
+    if not comma or re.fullmatch("[0-9]{1,9}", first) is None:
+        raise InterventionError(f"{kind} {takes}, got {_shown(value)}")
+    return int(first), _whole(kind, last, takes)
+
+
 def _whole(kind: str, value: str | None, takes: str) -> int:
     if value is None or re.fullmatch(r"0*[1-9][0-9]*", value) is None:
         raise InterventionError(f"{kind} {takes}, got {_shown(value)}")
@@ -372,6 +394,8 @@ _KINDS: dict[str, _Kind] = {
     "window": _Kind(
         _window, _removal(_outside_window), every_key=True, within=lambda _, edit: _window(edit.kind, edit.value)
     ),
+    "first-and-window": _Kind(_pair, _removal(_outside_stream), every_key=True),
+    "keep-near": _Kind(_no_value, _removal(_not_near), within=lambda model, _: model.config.trained_distance),
     "sink-boost": _Kind(_boost_value, _sink_boost),
     "far-zero": _Kind(_no_value, _far_zero),
     "drop-best-far": _Kind(_count, _drop_best_far, every_key=True),

@@ -25,7 +25,6 @@ from models.config import AdderConfig
 from models.normalizers import softmax, weighted_sum
 from models.positions import SCHEMES, Coordinates, PositionScheme, rotate
 
-
 _POOL_STEP = 8  # distances are rounded up to it, so that layers mostly see the same keys
 
 

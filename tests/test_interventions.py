@@ -30,11 +30,16 @@ PROBLEMS = ((98765432, 4321), (61, 1234567), (99999999, 1), (40, 7))
 EXAMPLES = {
     "far": "far",
     "window": "window=2",
+    "first-and-window": "first-and-window=1,3",
+    "keep-near": "keep-near",
     "sink-boost": "sink-boost=log",
     "far-zero": "far-zero",
     "drop-best-far": "drop-best-far=2",
     "random-control": "random-control",
 }
+
+
+NARROW = ("window", "first-and-window", "keep-near")  # these remove keys at training lengths too
 
 
 @cache
@@ -153,7 +158,7 @@ def test_a_window_as_long_as_the_sequence_changes_no_bit(scheme):
     assert not any(torch.allclose(a, b, atol=1e-4) for a, b in zip(plain, narrow, strict=True))
 
 
-@pytest.mark.parametrize("name", ["sink-boost=2log", *(name for kind, name in EXAMPLES.items() if kind != "window")])
+@pytest.mark.parametrize("name", ["sink-boost=2log", *(name for kind, name in EXAMPLES.items() if kind not in NARROW)])
 @pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none"])
 def test_patches_change_no_bit_at_training_lengths(scheme, name):
     model = adder(scheme)
@@ -235,6 +240,35 @@ def controlled(model, problems, seed=0):
         assert np.isneginf(scores[..., ~causal(problem)]).all()
         out.append(removed[0, 0])
     return out
+
+
+@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none"])
+def test_streaming_attention_keeps_the_first_keys_and_the_last(scheme):
+    model = adder(scheme, sink=False)
+    (pattern,) = observe(model, PROBLEMS[:1], interventions("first-and-window=1,3"))
+    assert np.flatnonzero(pattern[0, 0, 9]).tolist() == [0, 7, 8, 9]
+    for query in range(pattern.shape[2]):
+        kept = sorted({0, *range(max(0, query - 2), query + 1)})
+        assert np.flatnonzero(pattern[0, 1, query]).tolist() == kept
+        assert pattern[:, :, query].sum(-1) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none"])
+def test_keep_near_is_far_without_the_separators(scheme):
+    model = adder(scheme)
+    far, near = (observe(model, PROBLEMS, interventions(name)) for name in ("far", "keep-near"))
+    for problem, one, other in zip(PROBLEMS, far, near, strict=True):
+        batch = model.task.encode([problem])
+        vocab = model.task.vocabulary
+        separator = ((batch.tokens == vocab.plus) | (batch.tokens == vocab.equals))[0].numpy()
+        gone = separator[None, :] & ~np.eye(len(separator), dtype=bool)
+        assert ((other[0] > 0) == (one[0] > 0) & ~gone).all()
+
+
+@pytest.mark.parametrize("value", ["", "3", "1,", ",3", "1,0", "-1,3", "1,3,5", "a,b", "1.5,2"])
+def test_bad_pairs_are_refused(value):
+    with pytest.raises(InterventionError, match="first-and-window takes two whole numbers of tokens"):
+        parse_intervention(f"first-and-window={value}")
 
 
 @pytest.mark.parametrize("scheme", ["rotary2d", "rotary"])
