@@ -180,6 +180,34 @@ def reach(
 
 
 @app.command()
+def compare(
+    checkpoints: Annotated[list[Path], typer.Argument(metavar="CKPT...", help="Checkpoints.", show_default=False)],
+    digits: Digits = "10,40,100,200",
+    intervene: Annotated[
+        list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="Also under this intervention; repeatable.")
+    ] = None,
+    problems: Problems = 50,
+    handmade: Annotated[
+        bool, typer.Option("--handmade", help="Hand-made problems (full carry chains ...) instead of random ones.")
+    ] = False,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Checkpoints x lengths x interventions, one table."""
+    lengths = _lengths(digits)
+    _use_threads(threads)
+    from interp import compare as comparison
+
+    edits = _interventions(intervene or (), (), (), seed)
+    with _status() as tell:
+        cells = comparison.compare(checkpoints, lengths, edits, problems, handmade=handmade, seed=seed, progress=tell)
+    rows = [cell.to_json() for cell in cells]
+    shown = ("checkpoint", "digits", "intervention", "exact", "low", "high", "wrong", "decisions")
+    _emit({"rows": rows}, as_json, lambda console: _table(console, [{k: r[k] for k in shown} for r in rows]))
+
+
+@app.command()
 def shares(
     checkpoint: Checkpoint,
     digits: Digits = "100",
@@ -239,7 +267,8 @@ def leak(
     with _progress(problems * len(lengths), "leak") as tell:
         found = analysis.leak_growth(model, lengths, problems, seed=seed, progress=lambda done: tell(done, ""))
     drawn = model.task.evaluation_problems(max(lengths), problems, seed)
-    payload = {"checkpoint": str(checkpoint), **found.to_json(), "run": describe_run(model, drawn, seed)}
+    run = describe_run(model, drawn, seed, every_key=True)  # at the longest length, whose distances are kept
+    payload = {"checkpoint": str(checkpoint), **found.to_json(), "run": run}
 
     def show(console: Console) -> None:
         keep = [
@@ -395,7 +424,8 @@ def _table(console: Console, rows: list[dict[str, Any]]) -> None:
 
     table = Table(box=None, pad_edge=False)
     for name, value in rows[0].items():
-        table.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
+        text = isinstance(value, str)
+        table.add_column(name.replace("_", " "), justify="left" if text else "right", overflow="fold", no_wrap=not text)
     for row in rows:
         table.add_row(*(_text(value) for value in row.values()))
     console.print(table)

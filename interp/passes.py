@@ -160,12 +160,17 @@ def run_problems(
 
 
 def describe_run(
-    model: HookedAdder, problems: Sequence[Problem], seed: int | None, interventions: Sequence[Edit] = ()
+    model: HookedAdder,
+    problems: Sequence[Problem],
+    seed: int | None,
+    interventions: Sequence[Edit] = (),
+    *,
+    every_key: bool = False,
 ) -> dict[str, Any]:
     """What a number may depend on, for the ``"run"`` key: plan, threads, versions, seed of the problems."""
     return {
         "seed": seed,
-        **asdict(plan_for(model, problems, interventions)),
+        **asdict(plan_for(model, problems, interventions, every_key=every_key)),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import interp.cli as cli
 from interp.decisions import score
 from interp.interventions import NAMES, parse_intervention
+from models.addition import handmade_problems
 from models.checkpoint import load_checkpoint
 from models.recipes import RECIPES
 
@@ -78,6 +79,31 @@ def test_reach_prints_a_row_per_length(small):
         assert sorted(row) == sorted(["digits", "problems", "exact", "low", "high", "decisions", "wrong"])
         alone = small("score", digits=str(row["digits"]))
         assert (row["exact"], row["decisions"], row["wrong"]) == (alone["exact"], alone["decisions"], alone["wrong"])
+
+
+def test_compare_is_a_table_of_scores(leaksum, small):
+    other = str(FIXTURE.parent / "1digit-rotary-seed0")
+    arguments = ["--digits", "4,6", "--problems", 3, "--intervene", "window=2", "--intervene", "sink-boost=9", "--json"]
+    code, out, err = leaksum("compare", HERE, other, *arguments)
+    assert (code, err) == (0, "")
+    rows = json.loads(out)["rows"]
+    keys = ["checkpoint", "digits", "intervention", "exact", "low", "high", "wrong", "decisions"]
+    assert all(list(row) == [*keys, "parameters", "train_steps", "train_seconds"] for row in rows)
+    cells = [(row["checkpoint"], row["digits"], row["intervention"]) for row in rows]
+    names = ("none", "window=2", "sink-boost=9")
+    assert cells == [(path, n, name) for path in (HERE, other) for n in (4, 6) for name in names]
+    alone = small("ablate", "--window", "2", digits="6")
+    row = rows[cells.index((HERE, 6, "window=2"))]
+    assert (row["exact"], row["wrong"], row["decisions"]) == (alone["exact"], alone["wrong"], alone["decisions"])
+    assert rows[cells.index((other, 6, "sink-boost=9"))]["exact"] is None  # it has no sink
+    assert rows[0]["parameters"] == sum(w.numel() for w in load_checkpoint(FIXTURE).parameters())
+
+
+def test_compare_takes_the_handmade_problems(leaksum):
+    code, out, _ = leaksum("compare", HERE, "--digits", 10, "--handmade", "--json")
+    found = json.loads(out)["rows"][0]
+    expected = score(load_checkpoint(FIXTURE), handmade_problems(10))
+    assert (code, found["wrong"], found["decisions"]) == (0, expected.n_wrong, expected.decisions)
 
 
 def test_recipes_are_listed(leaksum):
