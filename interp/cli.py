@@ -204,7 +204,8 @@ def compare(
         cells = comparison.compare(checkpoints, lengths, edits, problems, handmade=handmade, seed=seed, progress=tell)
     rows = [cell.to_json() for cell in cells]
     shown = ("checkpoint", "digits", "intervention", "exact", "low", "high", "wrong", "decisions")
-    _emit({"rows": rows}, as_json, lambda console: _table(console, [{k: r[k] for k in shown} for r in rows]))
+    named = [{**{k: row[k] for k in shown}, "checkpoint": Path(row["checkpoint"]).name} for row in rows]
+    _emit({"rows": rows}, as_json, lambda console: _table(console, named))
 
 
 @app.command()
