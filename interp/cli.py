@@ -319,6 +319,31 @@ def diagnose(
     _emit({"checkpoint": str(checkpoint), **found.to_json()}, as_json, lambda console: _print_diagnosis(console, found))
 
 
+@app.command()
+def reproduce(
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="Claims, as C5 (default: all).")] = None,
+    fixtures: Annotated[Path, typer.Option(help="Folder of the shipped checkpoints.")] = Path("fixtures"),
+    problems: Problems = 150,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """The study's claims on the shipped checkpoints: its figure, ours, and whether the claim holds."""
+    _use_threads(threads)
+    from interp import reproduce as claims
+
+    with _status() as tell:
+        found = claims.reproduce(ids or (), fixtures, problems, progress=tell)
+
+    def show(console: Console) -> None:
+        for outcome in found:
+            console.print(f"{outcome.id} {outcome.verdict.replace('_', ' ')}: {outcome.claim}", style="bold")
+            for what, text in (("study", outcome.study), ("here", outcome.ours)):
+                line = textwrap.fill(f"{what}: {text}", console.width, initial_indent="  ", subsequent_indent="    ")
+                console.print(line, markup=False)
+
+    _emit(claims.to_json(found), as_json, show)
+
+
 def _score(
     checkpoint: Path,
     digits: str,
