@@ -320,8 +320,10 @@ def reproduce(
         problems: random problems at each length; the study took 150.
 
     Raises:
-        InputError: an id that names no claim, or no such folder.
+        InputError: an id that names no claim, no such folder, or ``problems`` below 1.
     """
+    if problems < 1:
+        raise InputError(f"problems must be at least 1, got {problems}")
     folder = Path(fixtures)
     if not folder.is_dir():
         raise InputError(f"{folder}: no such directory; give the folder that holds the shipped checkpoints")
