@@ -18,10 +18,10 @@ starvation     restore-sink: the sink's score is lowered to what         the sin
                restoring the targets' scores does not repair
 =============  ========================================================  ==========================================
 
-They are tried in this order, the more specific first. The cause is *proved* when its edit leaves under 1% of the wrong
-decisions and the matched control, as many random keys removed, leaves more than 10%: it may not leave few, for where
-the crowd is nearly everything, random keys are the crowd thinned. The heads are found by the same
-edit, in one head alone and in all but that head.
+They are tried in this order, the more specific first, restored distances last. The cause is *proved* when its edit
+leaves under 1% of at least 10 wrong decisions and the matched control, as many random keys removed, leaves more than
+10%: it may not leave few, for where the crowd is nearly everything, random keys are the crowd thinned. The heads are
+found by the same edit, in one head alone and in all but that head.
 """
 
 from __future__ import annotations
@@ -34,7 +34,16 @@ import numpy as np
 import torch
 
 from interp.decisions import Reach, Score, reach, score
-from interp.interventions import Edit, Head, Intervention, RestoreFar, RestoreSink, RestoreTargets, Scope
+from interp.interventions import (
+    Edit,
+    Head,
+    Intervention,
+    RestoreDistances,
+    RestoreFar,
+    RestoreSink,
+    RestoreTargets,
+    Scope,
+)
 from interp.leak import majority_gap
 from interp.ledger import CLASSES, Ledger, build_ledger
 from interp.roles import Roles, head_roles
@@ -44,6 +53,7 @@ from models.transformer import HookedAdder
 HEALTHY = 0.99  # share of problems exact from which there is no failure to explain (the study's own bar, C2)
 LEFT_WRONG = 0.01  # of the wrong decisions, the share that may stay wrong under the proving edit
 CONTROL_LEAVES = 0.1  # and the share that must be wrong under the matched control, which thins a crowd too
+ENOUGH = 10  # wrong decisions, without which nothing is proved
 FEW_KEYS = 4  # far keys that aliasing may be about: one per row, or a few periods of a rotation
 CROWD = 4  # how many times FEW_KEYS a query's far keys must be before dropping few of them tells few from many
 EDGE = 0.25  # of the trained distances, the outer share that says what training showed of keys about to be far
@@ -103,13 +113,27 @@ class HeadTrial:
 
 
 @dataclass(frozen=True)
+class Proof:
+    """An edit that repairs and its control: of ``wrong`` decisions, in columns ``below`` one (all if None), the edit
+    leaves ``left`` and the control ``control_left``.
+    """
+
+    edit: str
+    control: str
+    below: int | None
+    wrong: int
+    left: int
+    control_left: int
+
+
+@dataclass(frozen=True)
 class Verdict:
-    """The cause, the heads it acts in, the evidence in numbers, and the edit that proves it."""
+    """The cause, the heads it acts in, the evidence in numbers, and the repair that proves it, or fails to."""
 
     cause: str
     heads: tuple[Head, ...]
     evidence: tuple[str, ...]
-    proved_by: str | None
+    proof: Proof | None
     proved: bool
 
 
@@ -152,7 +176,7 @@ class Diagnosis:
                 "cause": self.verdict.cause,
                 "heads": [list(head) for head in self.verdict.heads],
                 "evidence": list(self.verdict.evidence),
-                "proved_by": self.verdict.proved_by,
+                "proved_by": self.verdict.proof.edit if self.verdict.proof else None,
                 "proved": self.verdict.proved,
             },
             "run": self.score.run,
@@ -204,6 +228,16 @@ def diagnose(
     )
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A cause, the edit that it predicts to repair, the control that must not, and the columns that this is about."""
+
+    cause: str
+    edit: Edit
+    control: Edit
+    below: int | None = None  # None: all
+
+
 class _Investigation:
     """The trials of one diagnosis, each run once, and what follows from them."""
 
@@ -220,14 +254,16 @@ class _Investigation:
         self.model, self.problems, self.base, self.seed, self.progress = model, problems, base, seed, progress
         self.trained, self.longer = trained, longer
         self.trials: dict[str, Trial] = {}
+        self.scores: dict[str, Score] = {}
 
     def verdict(self) -> tuple[Verdict, tuple[HeadTrial, ...]]:
         candidates = self._candidates()
-        control = self.run(Intervention("random-control", seed=self.seed))
-        repairs = {edit.name: self.repairs(self.run(edit)) for _, edit in candidates}
-        cause, edit = next(((c, e) for c, e in candidates if repairs[e.name]), ("unexplained", None))
-        proved = edit is not None and control.wrong > CONTROL_LEAVES * self.base.n_wrong
-        head_trials = self._head_trials(edit) if edit is not None else ()
+        self.run(Intervention("random-control", seed=self.seed))
+        for candidate in candidates:
+            self.run(candidate.edit)
+            self.run(candidate.control)
+        found = next((candidate for candidate in candidates if repairs(self.proof(candidate))), None)
+        head_trials = self._head_trials(found) if found is not None else ()
         heads = tuple(t.head for t in sorted(head_trials, key=lambda t: -t.repaired_alone) if t.matters)
         evidence = [self.failure(), self._where(), *self._trial_lines(candidates), *self._ledger_lines(heads)]
         evidence += [
@@ -236,11 +272,15 @@ class _Investigation:
             for t in head_trials
             if t.matters
         ]
-        return Verdict(cause, heads, tuple(evidence), edit.name if edit is not None else None, proved), head_trials
+        if found is None:
+            return Verdict("unexplained", heads, tuple(evidence), None, False), head_trials
+        proof = self.proof(found)
+        return Verdict(found.cause, heads, tuple(evidence), proof, proves(proof)), head_trials
 
-    def _candidates(self) -> list[tuple[str, Edit]]:
+    def _candidates(self) -> list[_Candidate]:
         """Causes with the edit that each predicts to repair, the more specific first."""
         ceiling = self._ceiling()
+        random = Intervention("random-control", seed=self.seed)
         candidates: list[tuple[str, Edit]] = []
         if self._far_keys() >= CROWD * FEW_KEYS:
             candidates.append(("aliasing", Intervention("drop-best-far", str(FEW_KEYS))))
@@ -252,7 +292,11 @@ class _Investigation:
             highest = np.maximum.reduce([view.sink.max(-1) for view in self.trained.lookups.values()])
             candidates.append(("starvation", RestoreSink(torch.from_numpy(highest))))
             candidates += [("starvation", Intervention("sink-boost", str(-step))) for step in SINK_STEPS]
-        return candidates
+        found = [_Candidate(cause, edit, random) for cause, edit in candidates]
+        if RestoreDistances.applies(self.model):
+            below = RestoreDistances.columns(self.model)
+            found.append(_Candidate("drift", RestoreDistances(), RestoreDistances(count=False), below))
+        return found
 
     def _ceiling(self) -> torch.Tensor:
         """Per head the highest score that keys at the edge of the trained distances reached, ``[layer, head]``."""
@@ -286,18 +330,21 @@ class _Investigation:
         """How many far keys a query sees, in the mean of the lookup that sees the most."""
         return max(float(view.far_keys.mean()) for view in self.longer.lookups.values())
 
-    def run(self, edit: Edit) -> Trial:
+    def run(self, edit: Edit) -> None:
         if edit.name not in self.trials:
             self.progress(f"under {edit.name}")
-            self.trials[edit.name] = _trial(self.model, self.problems, self.base, edit)
-        return self.trials[edit.name]
+            after = self.scores[edit.name] = score(self.model, self.problems, [edit])
+            self.trials[edit.name] = _trial(edit, self.base, after)
 
-    def repairs(self, trial: Trial) -> bool:
-        return trial.wrong <= LEFT_WRONG * self.base.n_wrong
+    def proof(self, candidate: _Candidate) -> Proof:
+        where = _within(self.base, candidate.below)
+        scores = (self.base, self.scores[candidate.edit.name], self.scores[candidate.control.name])
+        counts = (int(found.wrong[where].sum()) for found in scores)
+        return Proof(candidate.edit.name, candidate.control.name, candidate.below, *counts)
 
-    def _head_trials(self, edit: Edit) -> tuple[HeadTrial, ...]:
+    def _head_trials(self, candidate: _Candidate) -> tuple[HeadTrial, ...]:
         failing = [self.problems[i] for i in np.flatnonzero(~self.base.problem_exact)[:HEAD_PROBLEMS]]
-        return head_trials(self.model, failing, edit, progress=self.progress)
+        return head_trials(self.model, failing, candidate.edit, candidate.below, progress=self.progress)
 
     # Evidence, in words and numbers
 
@@ -317,8 +364,9 @@ class _Investigation:
             f"(ends of sums among them: {eos['wrong']} of {eos['decisions']})"
         )
 
-    def _trial_lines(self, candidates: list[tuple[str, Edit]]) -> list[str]:
-        shown = [edit.name for _, edit in candidates if not edit.name.startswith("sink-boost")]
+    def _trial_lines(self, candidates: list[_Candidate]) -> list[str]:
+        names = [edit.name for c in candidates for edit in (c.edit, c.control) if edit.name != "random-control"]
+        shown = [name for name in names if not name.startswith("sink-boost")]
         lowered = [trial for name, trial in self.trials.items() if name.startswith("sink-boost")]
         lines = [
             f"{name}: {self.trials[name].wrong} wrong ({self.trials[name].repaired} repaired, "
@@ -328,6 +376,13 @@ class _Investigation:
         if lowered:
             best = min(lowered, key=lambda trial: trial.wrong)
             lines.append(f"sink lowered, at best {best.name}: {best.wrong} wrong")
+        for candidate in candidates:
+            if candidate.below is not None:
+                proof = self.proof(candidate)
+                lines.append(
+                    f"in columns 0 to {candidate.below - 1}, all that training had, {proof.wrong} are wrong; "
+                    f"{proof.edit} leaves {proof.left}, {proof.control} {proof.control_left}"
+                )
         return lines
 
     def _ledger_lines(self, heads: tuple[Head, ...]) -> list[str]:
@@ -361,10 +416,21 @@ class _Investigation:
         return [line for _, line in sorted(lines)[:LEDGER_LINES]] + [bar]
 
 
+def repairs(proof: Proof) -> bool:
+    """Whether the edit leaves next to none of the wrong decisions."""
+    return proof.wrong > 0 and proof.left <= LEFT_WRONG * proof.wrong
+
+
+def proves(proof: Proof) -> bool:
+    """Whether the control does not repair, on enough wrong decisions to say so."""
+    return proof.wrong >= ENOUGH and proof.control_left > CONTROL_LEAVES * proof.wrong
+
+
 def head_trials(
     model: HookedAdder,
     problems: Sequence[Problem],
     edit: Edit,
+    below: int | None = None,
     *,
     progress: Callable[[str], object] = lambda what: None,
 ) -> tuple[HeadTrial, ...]:
@@ -373,29 +439,34 @@ def head_trials(
     A head whose attention far keys take may matter to no decision. Whether it does is a causal question, and this is
     the answer: activation patching's necessity and sufficiency (Heimersheim and Nanda 2404.15255), with an edit in the
     place of a patch.
+
+    Args:
+        below: count decisions in columns below this one alone.
     """
     base = score(model, problems)
+    wrong = int(base.wrong[_within(base, below)].sum())
     trials = []
     for layer in range(model.cfg.n_layers):
         for head in range(model.cfg.n_heads):
             progress(f"{edit.name} in head {layer}.{head} alone, and in all others")
             one = frozenset({(layer, head)})
-            alone = _trial(model, problems, base, _within(edit, Scope(only=one)))
-            without = _trial(model, problems, base, _within(edit, Scope(without=one)))
-            trials.append(HeadTrial((layer, head), base.n_wrong, alone, without))
+            scoped = (replace(edit, scope=scope) for scope in (Scope(only=one), Scope(without=one)))  # type: ignore[type-var]
+            alone, without = (_trial(e, base, score(model, problems, [e]), below) for e in scoped)
+            trials.append(HeadTrial((layer, head), wrong, alone, without))
     return tuple(trials)
 
 
-def _within(edit: Edit, scope: Scope) -> Edit:
-    return replace(edit, scope=scope)  # type: ignore[type-var]
+def _within(base: Score, below: int | None) -> np.ndarray:
+    """Bool ``[decision]``: the decisions in columns below this one; all where it is None."""
+    return np.ones(base.decisions, dtype=bool) if below is None else base.column < below
 
 
-def _trial(model: HookedAdder, problems: Sequence[Problem], base: Score, edit: Edit) -> Trial:
-    after = score(model, problems, [edit])
+def _trial(edit: Edit, base: Score, after: Score, below: int | None = None) -> Trial:
+    where = _within(base, below)
     return Trial(
         name=edit.name,
-        wrong=after.n_wrong,
+        wrong=int(after.wrong[where].sum()),
         exact=after.exact,
-        repaired=int((base.wrong & ~after.wrong).sum()),
-        broken=int((~base.wrong & after.wrong).sum()),
+        repaired=int((base.wrong & ~after.wrong)[where].sum()),
+        broken=int((~base.wrong & after.wrong)[where].sum()),
     )

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
@@ -36,6 +36,7 @@ from interp.partition import Partition
 from models.addition import LOOKUPS, Batch, generator
 from models.attention import Span
 from models.config import InputError
+from models.positions import Coordinates, rotate
 from models.transformer import HookedAdder
 
 _MEMO_BYTES = 2**26  # of masks kept between layers
@@ -316,6 +317,81 @@ class RestoreSink(Edit):
             return sink.minimum(ceiling[None, :, None])
 
         return [(f"blocks.{layer}.attn.hook_sink_scores", restore) for layer in _layers(scope)]
+
+
+@dataclass(frozen=True)
+class RestoreDistances(Edit):
+    """Token distances as in training: every number is counted as if it had at most as many tokens as training showed.
+
+    Keys in columns that training never had would then stand where other keys stand, and are removed; so for queries in
+    the other columns every distance is one that training showed. ``count=False`` removes the same keys and leaves the
+    distances as they are: what is then still wrong is wrong because of distances, not of keys. Only for schemes that
+    rotate by token position.
+
+    Raises InterventionError for other schemes.
+    """
+
+    count: bool = True
+    scope: Scope = field(default=Scope())
+
+    @property
+    def name(self) -> str:
+        return "restore-distances" if self.count else "same-keys-removed"
+
+    @staticmethod
+    def columns(model: HookedAdder) -> int:
+        """How many columns training had, the final carry's aside."""
+        return -(-model.config.task.max_digits // model.config.task.chunk)
+
+    @staticmethod
+    def applies(model: HookedAdder) -> bool:
+        return bool(model.scheme.rotates) and model.config.attention.unit == "tokens"
+
+    def hooks(self, model: HookedAdder, partition: Partition) -> list[Hook]:
+        if not self.applies(model):
+            raise InterventionError(f"{self.name} needs rotation by token position, and this model has none")
+        scope, at = self.scope.mask(model), partition.at
+        angles = model.scheme.angles(at._replace(position=self._positions(model, partition)))[:, :, None, :]
+        beyond = (at.column >= self._trained(model, at)) & ~at.separator
+        before: dict[str, Tensor] = {}
+
+        def keep(x: Tensor, hook: HookPoint) -> None:
+            before[str(hook.name)] = x
+
+        def turn(x: Tensor, hook: HookPoint) -> Tensor:
+            unturned = before[str(hook.name).replace("hook_rot_", "hook_")]
+            turned = rotate(unturned, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+            return torch.where(scope[hook.layer()][None, None, :, None], turned, x)
+
+        def remove(scores: Tensor, hook: HookPoint) -> Tensor:
+            gone = beyond[:, Span.of(hook).key]
+            return scores.masked_fill(gone[:, None, None] & scope[hook.layer()][None, :, None, None], -torch.inf)
+
+        hooks: list[Hook] = []
+        for layer in _layers(scope):
+            prefix = f"blocks.{layer}.attn.hook_"
+            if self.count:
+                hooks += [
+                    (prefix + "q", keep),
+                    (prefix + "k", keep),
+                    (prefix + "rot_q", turn),
+                    (prefix + "rot_k", turn),
+                ]
+            hooks.append((prefix + "attn_scores", remove))
+        return hooks
+
+    def _trained(self, model: HookedAdder, at: Coordinates) -> Int[Tensor, "batch pos"]:
+        """How many columns training had of each token's number: the sum's final carry is one more."""
+        return self.columns(model) + (at.row == 2)
+
+    def _positions(self, model: HookedAdder, partition: Partition) -> Int[Tensor, "batch pos"]:
+        """Where each token would stand if no number were longer than in training."""
+        at, most = partition.at, self.columns(model)
+        own = (partition.batch.mask & ~at.separator).long()
+        lengths = torch.zeros(len(own), int(at.row.max()) + 1, dtype=torch.long).scatter_add_(1, at.row, own)
+        before = torch.nn.functional.pad((lengths.clamp(max=most) + 1).cumsum(1)[:, :-1], (1, 0))
+        start = before.gather(1, at.row)  # of each token's number; a separator stands just before its number
+        return torch.where(at.separator, start - 1, start + at.column.minimum(self._trained(model, at)))
 
 
 def _sink_boost(model: HookedAdder, partition: Partition, intervention: Intervention) -> list[Hook]:

@@ -20,7 +20,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
-from interp.diagnosis import Diagnosis
+from interp.diagnosis import ENOUGH, Diagnosis
 from interp.interventions import Head
 from interp.ledger import Ledger, LookupLedger
 from interp.profile import PARTS, Profile, score_profile
@@ -423,6 +423,8 @@ CAUSES = {
 DRIFTS = {
     "restore-far": "Far keys score higher than anything at the edge of the trained distances did.",
     "restore-targets": "The targets' own scores have fallen since training.",
+    "restore-distances": "Token distances grow with the numbers' lengths; counted as in training, the columns that "
+    "training had are right again.",
     "restore-sink": "The sink's score has risen above anything it was in training.",
 }
 EDITS = {
@@ -431,13 +433,14 @@ EDITS = {
     "restore-far": "far keys' scores lowered to the highest at the edge of the trained distances",
     "restore-targets": "targets' scores raised by what their median lost since training",
     "restore-sink": "sinks' scores lowered to the highest of training",
+    "restore-distances": "numbers counted as no longer than in training, keys in columns beyond removed",
+    "same-keys-removed": "the same keys removed, at their own distances",
     "sink-boost": "{} added to every sink's score",
     "random-control": "control: as many random keys removed",
     "far-zero": "far keys' weights set to 0, the rest not renormalised",
     "window": "keys more than {} away removed",
     "round-gates": "gates rounded to 0 or 1",
 }
-CONTROL = "random-control"
 
 
 def edit_words(name: str) -> str:
@@ -451,19 +454,22 @@ def verdict_words(diagnosis: Diagnosis) -> list[str]:
     verdict, wrong = diagnosis.verdict, diagnosis.score.n_wrong
     trials = {trial.name: trial for trial in diagnosis.trials}
     meaning = CAUSES.get(verdict.cause, "")
-    if verdict.proved_by:
-        meaning += " " + DRIFTS.get(verdict.proved_by, "") if verdict.cause == "drift" else ""
+    proof = verdict.proof
+    if proof:
+        meaning += " " + DRIFTS.get(proof.edit, "") if verdict.cause == "drift" else ""
     words = [meaning]
-    edit, control = trials.get(verdict.proved_by or ""), trials.get(CONTROL)
-    if edit and control:
-        effect = (
-            f"the edit {edit.name} ({edit_words(edit.name)}) leaves {edit.wrong} decisions wrong, where {wrong} were"
-        )
+    if proof:
+        where = "" if proof.below is None else f"in the columns that training had (0 to {proof.below - 1}) "
+        effect = f"{where}the edit {proof.edit} ({edit_words(proof.edit)}) leaves {proof.left} decisions wrong, "
+        effect += f"where {proof.wrong} were"
+        control = f"the control ({edit_words(proof.control).removeprefix('control: ')})"
         if verdict.proved:
-            words.append(f"Proved: {effect}; the control, as many random keys removed, leaves {control.wrong}.")
+            words.append(f"Proved: {effect}; {control} leaves {proof.control_left}.")
+        elif proof.wrong < ENOUGH:
+            words.append(f"Not proved: {effect}, and that is too few to say ({ENOUGH} are asked for).")
         else:
             words.append(
-                f"Not proved: {effect}, but the control, as many random keys removed, leaves only {control.wrong}, "
+                f"Not proved: {effect}, but {control} leaves only {proof.control_left}, "
                 "so that the repair does not speak for this cause alone."
             )
     elif diagnosis.trials:
@@ -477,7 +483,7 @@ def verdict_words(diagnosis: Diagnosis) -> list[str]:
             f"(layer.head{', the most telling first' * (len(verdict.heads) > 1)}): the edit in such a head alone "
             "repairs some of the wrong decisions, or in all other heads leaves some of them wrong."
         )
-    elif edit:
+    elif proof:
         words.append("No head matters by itself: the edit repairs only where it acts in several at once.")
     return words
 
@@ -672,7 +678,7 @@ def _trials(diagnosis: Diagnosis) -> str:
     rows: list[list[Any]] = [["(none)", "the checkpoint as it is", base.n_wrong, base.exact, None, None]]
     marked = set()
     for trial in diagnosis.trials:
-        if trial.name == diagnosis.verdict.proved_by:
+        if diagnosis.verdict.proof and trial.name == diagnosis.verdict.proof.edit:
             marked.add(len(rows))
         rows.append([trial.name, edit_words(trial.name), trial.wrong, trial.exact, trial.repaired, trial.broken])
     note = _note("In bold, the edit that the verdict rests on.") if marked else ""

@@ -73,7 +73,7 @@ def test_the_diluting_checkpoints_dilute(name):
     assert found.score.n_wrong > 50
     assert trials["far"].wrong < 0.01 * found.score.n_wrong
     assert trials["random-control"].wrong > 0.1 * found.score.n_wrong
-    assert (found.verdict.cause, found.verdict.proved, found.verdict.proved_by) == ("dilution", True, "far")
+    assert (found.verdict.cause, found.verdict.proved, found.verdict.proof.edit) == ("dilution", True, "far")
 
 
 @pytest.mark.slow
@@ -81,7 +81,20 @@ def test_a_failure_that_far_keys_do_not_wholly_explain_stays_unexplained():
     found = diagnose(load_checkpoint(FIXTURES / MIXED), 100, 20)
     trials = {trial.name: trial for trial in found.trials}
     assert 0.01 * found.score.n_wrong < trials["far"].wrong < 0.5 * found.score.n_wrong < trials["random-control"].wrong
-    assert (found.verdict.cause, found.verdict.proved, found.verdict.proved_by) == ("unexplained", False, None)
+    assert (found.verdict.cause, found.verdict.proved, found.verdict.proof) == ("unexplained", False, None)
+
+
+@pytest.mark.slow
+def test_plain_rotary_drifts():
+    """Counting token distances as in training repairs every column that training had; the same keys removed do not."""
+    model = load_checkpoint(FIXTURES / "1digit-rotary-seed0")
+    found = diagnose(model, 20, 20)
+    verdict, proof = found.verdict, found.verdict.proof
+    assert (verdict.cause, verdict.proved) == ("drift", True)
+    assert (proof.edit, proof.control, proof.below) == ("restore-distances", "same-keys-removed", 10)
+    assert proof.wrong > 50
+    assert proof.left <= 0.01 * proof.wrong
+    assert proof.control_left > 0.9 * proof.wrong
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from interp.decisions import score
 from interp.interventions import (
     NAMES,
     InterventionError,
+    RestoreDistances,
     Scope,
     hooks_for,
     parse_head,
@@ -615,3 +616,53 @@ def test_errors_are_input_errors_with_their_values():
     with pytest.raises(ValueError, match="got 'nan'"):
         parse_intervention("sink-boost=nan")
     assert math.isfinite(float(parse_intervention("sink-boost=-1e3").value))
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_restored_distances_are_those_of_the_problem_cut_to_its_trained_columns(chunk):
+    """Two routes: the edit on the long problem, and the problem's low columns by themselves."""
+    config = AdderConfig(
+        task=TaskConfig(max_digits=MAX_DIGITS, chunk=chunk),
+        attention=AttentionConfig(scheme="rotary", sink=False),
+        n_layers=2,
+        n_heads=2,
+        d_model=16,
+        d_head=8,
+        d_mlp=16,
+    )
+    model = HookedAdder(config, seed=3).eval()
+    base = 10**MAX_DIGITS
+    longer = [(98765432, 4321), (55777, 1234567), (999999999, 40)]
+    cut = [tuple(n % base for n in problem) for problem in longer]
+    assert all(len(str(n)) == MAX_DIGITS or n == longer[2][1] for problem in cut for n in problem)
+    below = RestoreDistances.columns(model)
+    edited, alone = score(model, longer, [RestoreDistances()]), score(model, cut)
+    within = (edited.column < below) & (edited.problem < 2)
+    same = (alone.column < below) & (alone.problem < 2)
+    np.testing.assert_allclose(edited.margin[within], alone.margin[same], atol=1e-5)
+    far_off = score(model, longer, [RestoreDistances(count=False)])
+    assert abs(far_off.margin[within] - alone.margin[same]).max() > 1e-3
+
+
+def test_restored_distances_change_no_bit_at_training_lengths():
+    model = adder("rotary", sink=False)
+    problems = ((123, 45), (9, 999), (1, 1))
+    for count in (True, False):
+        before, after = score(model, problems), score(model, problems, [RestoreDistances(count=count)])
+        np.testing.assert_array_equal(before.margin, after.margin)
+
+
+@pytest.mark.parametrize("scheme", ["rotary2d", "none"])
+def test_restored_distances_need_rotation_by_position(scheme):
+    with pytest.raises(InterventionError, match="restore-distances needs rotation by token position"):
+        score(adder(scheme), PROBLEMS, [RestoreDistances()])
+
+
+def test_restored_distances_act_in_their_heads_alone():
+    model = adder("rotary", sink=False, n_layers=1)
+    one, every = (RestoreDistances(scope=s) for s in (Scope(only=frozenset({(0, 1)})), Scope()))
+    plain, scoped, whole = (observe(model, PROBLEMS, edits) for edits in ([], [one], [every]))
+    for before, here, everywhere in zip(plain[:3], scoped[:3], whole[:3], strict=True):  # the last one is short
+        np.testing.assert_array_equal(here[0, 0], before[0, 0])
+        np.testing.assert_array_equal(here[0, 1], everywhere[0, 1])
+        assert abs(here[0, 1] - before[0, 1]).max() > 1e-3

@@ -69,7 +69,7 @@ class Page(HTMLParser):
 def diagnosed(cause):
     """A model and its diagnosis: one that fails by dilution, or one that does not fail."""
     name, digits = {
-        "dilution": ("1digit-rotary2d-seed0", 60),
+        "dilution": ("1digit-rotary2d-seed0", 100),
         "none": ("1digit-rotary2d-pressure-seed0", 20),
     }[cause]
     model = load_checkpoint(FIXTURES / name)
@@ -183,6 +183,7 @@ def test_leak_by_keys_is_the_median_in_each_bin():
         ("aliasing", "drop-best-far=4"),
         ("drift", "restore-far"),
         ("drift", "restore-targets"),
+        ("drift", "restore-distances"),
         ("starvation", "sink-boost=-1"),
         ("unexplained", None),
     ],
@@ -191,14 +192,25 @@ def test_leak_by_keys_is_the_median_in_each_bin():
 def test_words_for_every_cause(cause, edit, proved):
     _, found = diagnosed("dilution")
     proved = proved and edit is not None
-    trials = (*found.trials, diagnosis.Trial("sink-boost=-1", 0, 1.0, 2, 0))
-    verdict = replace(found.verdict, cause=cause, proved_by=edit, proved=proved)
-    meaning, proof, *_ = words = report.verdict_words(replace(found, verdict=verdict, trials=trials))
+    control, below = ("same-keys-removed", 10) if edit == "restore-distances" else ("random-control", None)
+    repair = edit and diagnosis.Proof(edit, control, below, 40, 0, 40 if proved else 1)
+    verdict = replace(found.verdict, cause=cause, proof=repair, proved=proved)
+    meaning, proof, *_ = words = report.verdict_words(replace(found, verdict=verdict))
     assert all(sentence[0].isupper() and sentence.endswith(".") for sentence in words)
     assert meaning.startswith(report.CAUSES[cause])
     assert meaning.endswith(report.DRIFTS.get(edit, ""))
     assert proof.startswith("Proved: " if proved else "Not proved: " if edit else "The best of ")
     assert edit is None or edit in proof
+    assert ("in the columns that training had (0 to 9)" in proof) == (edit == "restore-distances")
+
+
+def test_few_wrong_decisions_prove_nothing():
+    _, found = diagnosed("dilution")
+    repair = diagnosis.Proof("far", "random-control", None, 9, 0, 9)
+    assert not diagnosis.proves(repair)
+    assert diagnosis.proves(replace(repair, wrong=10))
+    words = report.verdict_words(replace(found, verdict=replace(found.verdict, proof=repair, proved=False)))
+    assert "where 9 were, and that is too few to say (10 are asked for)" in words[1]
 
 
 def test_the_command_writes_it(tmp_path, capsys, monkeypatch):
