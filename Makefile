@@ -21,6 +21,7 @@ lint: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python tests/benchmarks/bench_score.py
+	$(BIN)/python tests/benchmarks/bench_long.py
 
 readme: $(VENV)/.ready
 	$(BIN)/python tests/readme.py

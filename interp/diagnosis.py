@@ -12,7 +12,8 @@ drift          restore-far: far keys' scores are lowered to the highest  scores 
                restore-targets: targets' scores are raised by what
                their median lost since training
 dilution       far: all far keys are removed, while neither of the       every far key scores as in training, and
-               above repairs                                             there are too many of them
+               above repairs; or restore-number: only as many of the     there are too many of them
+               nearest keys are kept as a query saw in training
 starvation     restore-sink: the sink's score is lowered to what         the sink outweighs lookups whose own scores
                training showed, or sink-boost=-X: by X; while            are as in training
                restoring the targets' scores does not repair
@@ -20,8 +21,9 @@ starvation     restore-sink: the sink's score is lowered to what         the sin
 
 They are tried in this order, the more specific first, restored distances last. The cause is *proved* when its edit
 leaves under 1% of at least 10 wrong decisions and the matched control, as many random keys removed, leaves more than
-10%: it may not leave few, for where the crowd is nearly everything, random keys are the crowd thinned. The heads are
-found by the same edit, in one head alone and in all but that head.
+10%: it may not leave few, for where the crowd is nearly everything, random keys are the crowd thinned. Where no edit
+does so, the one that leaves least names the cause if that is under 10%, and nothing is proved. The heads are found by
+the same edit, in one head alone and in all but that head.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from interp.interventions import (
     Intervention,
     RestoreDistances,
     RestoreFar,
+    RestoreNumber,
     RestoreSink,
     RestoreTargets,
     Scope,
@@ -52,9 +55,10 @@ from models.transformer import HookedAdder
 
 HEALTHY = 0.99  # share of problems exact from which there is no failure to explain (the study's own bar, C2)
 LEFT_WRONG = 0.01  # of the wrong decisions, the share that may stay wrong under the proving edit
+MOSTLY = 0.1  # the share that may stay wrong under an edit that names the cause without proving it
 CONTROL_LEAVES = 0.1  # and the share that must be wrong under the matched control, which thins a crowd too
 ENOUGH = 10  # wrong decisions, without which nothing is proved
-FEW_KEYS = 4  # far keys that aliasing may be about: one per row, or a few periods of a rotation
+FEW_KEYS = (4, 8)  # far keys that aliasing may be about: one per row, or a few periods of a rotation in each
 CROWD = 4  # how many times FEW_KEYS a query's far keys must be before dropping few of them tells few from many
 EDGE = 0.25  # of the trained distances, the outer share that says what training showed of keys about to be far
 COLUMNS = 2  # to either side, over which a target's median score at a column is taken
@@ -124,6 +128,10 @@ class Proof:
     wrong: int
     left: int
     control_left: int
+
+    @property
+    def share_left(self) -> float:
+        return self.left / self.wrong if self.wrong else 1.0
 
 
 @dataclass(frozen=True)
@@ -262,7 +270,7 @@ class _Investigation:
         for candidate in candidates:
             self.run(candidate.edit)
             self.run(candidate.control)
-        found = next((candidate for candidate in candidates if repairs(self.proof(candidate))), None)
+        found = self._cause(candidates)
         head_trials = self._head_trials(found) if found is not None else ()
         heads = tuple(t.head for t in sorted(head_trials, key=lambda t: -t.repaired_alone) if t.matters)
         evidence = [self.failure(), self._where(), *self._trial_lines(candidates), *self._ledger_lines(heads)]
@@ -282,11 +290,12 @@ class _Investigation:
         ceiling = self._ceiling()
         random = Intervention("random-control", seed=self.seed)
         candidates: list[tuple[str, Edit]] = []
-        if self._far_keys() >= CROWD * FEW_KEYS:
-            candidates.append(("aliasing", Intervention("drop-best-far", str(FEW_KEYS))))
+        few = [number for number in FEW_KEYS if self._far_keys() >= CROWD * number]
+        candidates += [("aliasing", Intervention("drop-best-far", str(number))) for number in few]
         if self._far_keys() >= 1:
             candidates.append(("drift", RestoreFar(ceiling)))
             candidates.append(("dilution", Intervention("far")))
+            candidates.append(("dilution", RestoreNumber(self._trained_number())))
         candidates.append(("drift", RestoreTargets(self._lift())))
         if self.model.config.attention.sink:
             highest = np.maximum.reduce([view.sink.max(-1) for view in self.trained.lookups.values()])
@@ -326,6 +335,10 @@ class _Investigation:
                     lift[:, :, i, column] = np.where(part & np.isfinite(lost), lost.clip(min=0), 0)
         return torch.from_numpy(lift)
 
+    def _trained_number(self) -> int:
+        """How many keys a query saw at the longest training length, in the median."""
+        return int(np.median(np.concatenate([view.keys for view in self.trained.lookups.values()])))
+
     def _far_keys(self) -> float:
         """How many far keys a query sees, in the mean of the lookup that sees the most."""
         return max(float(view.far_keys.mean()) for view in self.longer.lookups.values())
@@ -335,6 +348,14 @@ class _Investigation:
             self.progress(f"under {edit.name}")
             after = self.scores[edit.name] = score(self.model, self.problems, [edit])
             self.trials[edit.name] = _trial(edit, self.base, after)
+
+    def _cause(self, candidates: list[_Candidate]) -> _Candidate | None:
+        """The first whose edit repairs; else the one that leaves least, if that is little."""
+        for candidate in candidates:
+            if repairs(self.proof(candidate)):
+                return candidate
+        least = min(candidates, key=lambda candidate: self.proof(candidate).share_left)
+        return least if self.proof(least).share_left <= MOSTLY else None
 
     def proof(self, candidate: _Candidate) -> Proof:
         where = _within(self.base, candidate.below)
@@ -418,12 +439,12 @@ class _Investigation:
 
 def repairs(proof: Proof) -> bool:
     """Whether the edit leaves next to none of the wrong decisions."""
-    return proof.wrong > 0 and proof.left <= LEFT_WRONG * proof.wrong
+    return proof.share_left <= LEFT_WRONG
 
 
 def proves(proof: Proof) -> bool:
-    """Whether the control does not repair, on enough wrong decisions to say so."""
-    return proof.wrong >= ENOUGH and proof.control_left > CONTROL_LEAVES * proof.wrong
+    """Whether the edit repairs and its control does not, on enough wrong decisions to say so."""
+    return repairs(proof) and proof.wrong >= ENOUGH and proof.control_left > CONTROL_LEAVES * proof.wrong
 
 
 def head_trials(

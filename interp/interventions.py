@@ -168,10 +168,10 @@ class _Kind:
     within: Callable[[HookedAdder, Intervention], int] | None = None
 
 
-def _removal(removed: Callable[[Partition, Intervention, Span], Bool[Tensor, "batch query key"]]) -> Any:
+def _removal(removed: Callable[[Partition, Any, Span], Bool[Tensor, "batch query key"]]) -> Any:
     """Hooks that set the scores of the keys that ``removed`` names to -inf, before the softmax."""
 
-    def hooks(model: HookedAdder, partition: Partition, intervention: Intervention) -> list[Hook]:
+    def hooks(model: HookedAdder, partition: Partition, intervention: Any) -> list[Hook]:
         scope = intervention.scope.mask(model)
         memo: dict[tuple[int, int], Tensor] = {}  # the same for all layers, unless they see other keys
 
@@ -317,6 +317,28 @@ class RestoreSink(Edit):
             return sink.minimum(ceiling[None, :, None])
 
         return [(f"blocks.{layer}.attn.hook_sink_scores", restore) for layer in _layers(scope)]
+
+
+@dataclass(frozen=True)
+class RestoreNumber(Edit):
+    """As many keys as in training: every query keeps its ``most`` nearest ones (and those as near as the last of them),
+    separators and its own among what is always kept. A crowd is a matter of number, and part of it may be near: at
+    length a query has trained distances on both sides, where training showed as many keys in all.
+    """
+
+    most: int
+    scope: Scope = field(default=Scope())
+    name: str = "restore-number"
+
+    def hooks(self, model: HookedAdder, partition: Partition) -> list[Hook]:
+        return _removal(self._removed)(model, partition, self)
+
+    def _removed(self, partition: Partition, _: Edit, span: Span) -> Tensor:
+        beyond = torch.iinfo(torch.int64).max
+        counted = partition.visible(span) & ~partition.separator(span)
+        distance = torch.where(counted, partition.distance(span), beyond)
+        last = distance.kthvalue(min(self.most, distance.shape[-1]), dim=-1, keepdim=True).values
+        return counted & (distance > last)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
-from interp.diagnosis import ENOUGH, Diagnosis
+from interp.diagnosis import ENOUGH, Diagnosis, repairs
 from interp.interventions import Head
 from interp.ledger import Ledger, LookupLedger
 from interp.profile import PARTS, Profile, score_profile
@@ -434,6 +434,7 @@ EDITS = {
     "restore-targets": "targets' scores raised by what their median lost since training",
     "restore-sink": "sinks' scores lowered to the highest of training",
     "restore-distances": "numbers counted as no longer than in training, keys in columns beyond removed",
+    "restore-number": "only as many of the nearest keys kept as a query saw in training",
     "same-keys-removed": "the same keys removed, at their own distances",
     "sink-boost": "{} added to every sink's score",
     "random-control": "control: as many random keys removed",
@@ -465,6 +466,8 @@ def verdict_words(diagnosis: Diagnosis) -> list[str]:
         control = f"the control ({edit_words(proof.control).removeprefix('control: ')})"
         if verdict.proved:
             words.append(f"Proved: {effect}; {control} leaves {proof.control_left}.")
+        elif not repairs(proof):
+            words.append(f"Not proved: {effect}. That is most of them and not all, so something else has a part.")
         elif proof.wrong < ENOUGH:
             words.append(f"Not proved: {effect}, and that is too few to say ({ENOUGH} are asked for).")
         else:

@@ -77,11 +77,23 @@ def test_the_diluting_checkpoints_dilute(name):
 
 
 @pytest.mark.slow
-def test_a_failure_that_far_keys_do_not_wholly_explain_stays_unexplained():
+def test_a_crowd_that_is_partly_near_is_named_and_not_proved():
+    """Far keys are most of this failure, near ones nearly all the rest: training shows half as many of those."""
     found = diagnose(load_checkpoint(FIXTURES / MIXED), 100, 20)
     trials = {trial.name: trial for trial in found.trials}
-    assert 0.01 * found.score.n_wrong < trials["far"].wrong < 0.5 * found.score.n_wrong < trials["random-control"].wrong
-    assert (found.verdict.cause, found.verdict.proved, found.verdict.proof) == ("unexplained", False, None)
+    wrong = found.score.n_wrong
+    assert 0.05 * wrong < trials["far"].wrong < 0.5 * wrong < trials["random-control"].wrong
+    assert trials["restore-number"].wrong < 0.2 * trials["far"].wrong
+    assert (found.verdict.cause, found.verdict.proved) == ("dilution", False)
+    assert found.verdict.proof.edit == "restore-number"
+
+
+@pytest.mark.slow
+def test_what_nothing_repairs_stays_unexplained():
+    found = diagnose(load_checkpoint(FIXTURES / "1digit-nope-seed0"), 20, 20)
+    assert found.score.n_wrong > 100
+    assert min(trial.wrong for trial in found.trials) > 0.5 * found.score.n_wrong
+    assert (found.verdict.cause, found.verdict.heads, found.verdict.proof) == ("unexplained", (), None)
 
 
 @pytest.mark.slow

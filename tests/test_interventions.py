@@ -15,6 +15,7 @@ from interp.interventions import (
     NAMES,
     InterventionError,
     RestoreDistances,
+    RestoreNumber,
     Scope,
     hooks_for,
     parse_head,
@@ -666,3 +667,26 @@ def test_restored_distances_act_in_their_heads_alone():
         np.testing.assert_array_equal(here[0, 0], before[0, 0])
         np.testing.assert_array_equal(here[0, 1], everywhere[0, 1])
         assert abs(here[0, 1] - before[0, 1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none"])
+@pytest.mark.parametrize("most", [1, 4, 1000])
+def test_as_many_keys_as_in_training_are_the_nearest(scheme, most):
+    model = adder(scheme, sink=False)
+    for problem, pattern in zip(PROBLEMS, observe(model, PROBLEMS, [RestoreNumber(most)]), strict=True):
+        batch = model.task.encode([problem])
+        vocab = model.task.vocabulary
+        separator = ((batch.tokens == vocab.plus) | (batch.tokens == vocab.equals))[0].numpy()
+        at = batch.column[0].numpy() if scheme == "rotary2d" else np.arange(len(separator))
+        for query in range(len(separator)):
+            distance = {k: abs(int(at[query] - at[k])) for k in range(query + 1) if not separator[k]}
+            ranked = sorted(distance.values())
+            last = ranked[min(most, len(ranked)) - 1]
+            kept = {k for k in range(query + 1) if separator[k] or distance[k] <= last}
+            assert set(np.flatnonzero(pattern[0, 0, query])) == kept
+
+
+def test_as_many_keys_as_there_are_change_no_bit():
+    model = adder()
+    before, after = score(model, PROBLEMS), score(model, PROBLEMS, [RestoreNumber(10_000)])
+    np.testing.assert_array_equal(before.margin, after.margin)
