@@ -18,7 +18,7 @@ from models.checkpoint import load_checkpoint
 from models.positions import coordinates
 from models.transformer import HookedAdder
 
-HEALTHY = Path(__file__).parent.parent / "fixtures" / "1digit-rotary2d-pressure-seed1"
+FIXTURES = Path(__file__).parent.parent / "fixtures"
 TRAINED = 10  # columns
 
 
@@ -61,9 +61,10 @@ class Plant:
     heads: Heads
     score: ScoreEdit | None = None
     sink: Callable[[Tensor, View], Tensor] | None = None
+    seed: int = 1  # of the healthy checkpoint that it stays on
 
     def model(self) -> HookedAdder:
-        model = load_checkpoint(HEALTHY)
+        model = load_checkpoint(FIXTURES / f"1digit-rotary2d-pressure-seed{self.seed}")
         state: dict[str, Any] = {}
         vocab = model.task.vocabulary
 
