@@ -47,19 +47,20 @@ class Recipe(Frozen):
         return self
 
 
-def _one_digit(
-    name: str, about: str, attention: AttentionConfig, steps: int, d_head: int = 16, **training: float
-) -> Recipe:
-    model = AdderConfig(attention=attention, d_head=d_head)
-    return Recipe.model_validate(
-        {"name": name, "about": about, "model": model, "steps": steps, "batch": 256, "micro_batches": 4, **training}
+def _one_digit(name: str, about: str, attention: AttentionConfig, steps: int, sink_pressure: float = 0.0) -> Recipe:
+    return Recipe(
+        name=name,
+        about=about,
+        model=AdderConfig(attention=attention),
+        steps=steps,
+        batch=256,
+        micro_batches=4,
+        sink_pressure=sink_pressure,
     )
 
 
-# With 4 frequencies a coordinate (d_head 16), base 100 turns by 1, .32, .1 and .03 radians a column. Base 10000 leaves
-# only the first to tell columns apart, which comes round after 6.3 columns: keys 6 columns to either side look alike.
-# d_head 32 (8 frequencies) peaks more sharply at a column: at length a query has 10 near columns on either side, where
-# training shows 10 in all, and with d_head 16 one seed in three lost decisions to that near crowd.
+# With 4 frequencies a coordinate, base 100 turns by 1, .32, .1 and .03 radians a column. Base 10000 leaves only the
+# first to tell columns apart, which comes round after 6.3 columns: keys 6 columns to either side look alike.
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
@@ -67,13 +68,11 @@ RECIPES: dict[str, Recipe] = {
             "1digit-rotary2d",
             "rotation by row and column, decay .3 per column, sink: dilutes beyond its training lengths",
             AttentionConfig(scheme="rotary2d", rotary_base=100.0, decay=0.3),
-            steps=1200,
-            d_head=32,
-            learning_rate=3e-3,
+            steps=1000,
         ),
         _one_digit(
             "1digit-rotary2d-pressure",
-            "sink pressure 10 in training, so that every lookup has to outbid a crowd of e^10 keys",
+            "the same with sink pressure 10: every lookup has to outbid a crowd of e^10 keys",
             AttentionConfig(scheme="rotary2d", rotary_base=100.0, decay=0.3, sink_boost=10.0),
             steps=1800,
             sink_pressure=10.0,

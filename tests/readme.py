@@ -1,10 +1,12 @@
-"""The README's table of checkpoints, measured. ``make readme`` prints it; a test asks that the README has it."""
+"""The README's tables of checkpoints and of claims, measured. ``make readme`` prints them; tests ask that the README
+has them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from interp.decisions import reach, score
+from interp.reproduce import markdown, reproduce
 from models.addition import read_problems
 from models.checkpoint import load_checkpoint, load_record
 
@@ -30,4 +32,4 @@ def rows() -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(rows()))
+    print("\n".join([*rows(), "", *markdown(reproduce(fixtures=ROOT / "fixtures"))]))
