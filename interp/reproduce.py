@@ -120,7 +120,7 @@ class Subject:
 
 
 def _verdict(statements: Sequence[bool]) -> str:
-    return HELD if all(statements) else PARTLY if any(statements) else NOT_HELD
+    return NOT_HELD if not any(statements) else HELD if all(statements) else PARTLY
 
 
 def _per_seed(subjects: Sequence[Subject], figure: Callable[[Subject], str]) -> str:
@@ -149,7 +149,8 @@ def _c2(subjects: Sequence[Subject], problems: int) -> tuple[str, list[bool]]:
 def _c3(subjects: Sequence[Subject], problems: int) -> tuple[str, list[bool]]:
     scores = [s.score(100, problems) for s in subjects]
     failing = [s for s, found in zip(subjects, scores, strict=True) if found.exact < EXACT]
-    parts, statements = [], [bool(failing)]
+    parts: list[str] = []
+    statements: list[bool] = []  # where no seed fails there is no failure to describe, and the claim is not held
     for subject in failing:
         found = subject.score(100, problems)
         wrong = {name: found.count(found.state == i)["wrong"] for i, name in enumerate(STATES)}

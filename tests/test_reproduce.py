@@ -21,8 +21,8 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 def test_a_verdict_is_about_statements():
-    verdicts = [claims._verdict(x) for x in ([True, True], [True, False], [False, False])]
-    assert verdicts == ["held", "partly", "not_held"]
+    verdicts = [claims._verdict(x) for x in ([True, True], [True, False], [False, False], [])]
+    assert verdicts == ["held", "partly", "not_held", "not_held"]
 
 
 def test_a_claim_without_its_checkpoints_is_not_run(tmp_path):

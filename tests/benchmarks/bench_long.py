@@ -21,7 +21,6 @@ from einops import einsum
 import interp.passes as passes
 from interp.ledger import build_ledger
 from models.addition import Batch, Problem
-from models.attention import Blocks
 from models.checkpoint import load_checkpoint
 from models.transformer import HookedAdder
 
@@ -35,10 +34,10 @@ def problem(digits: int) -> Problem:
     return 10**digits - 1, 10**digits - 7
 
 
-def forward(model: HookedAdder, digits: int, *, pool: bool) -> None:
-    batch = model.task.encode([problem(digits)])
-    with torch.no_grad():
-        model(batch.tokens, batch.mask, blocks=Blocks(64, pool=pool))
+def forward(model: HookedAdder, digits: int, *, pool_from: int) -> None:
+    passes._POOL_FROM, passes._BLOCK = pool_from, 64
+    for _ in passes.run_problems(model, [problem(digits)]):
+        pass
 
 
 def ledger(model: HookedAdder, digits: int, *, pool_from: int, block: int = 64) -> None:
@@ -72,8 +71,8 @@ def classes_of(model: HookedAdder, batch: Batch) -> list[torch.Tensor]:
 
 
 ROUTES: dict[str, Callable[[HookedAdder, int], None]] = {
-    "forward, every key": lambda m, n: forward(m, n, pool=False),
-    "forward, far keys pooled": lambda m, n: forward(m, n, pool=True),
+    "forward, every key": lambda m, n: forward(m, n, pool_from=10**9),
+    "forward, far keys pooled": lambda m, n: forward(m, n, pool_from=0),
     "ledger, every key": lambda m, n: ledger(m, n, pool_from=10**9),
     "ledger, far keys pooled": lambda m, n: ledger(m, n, pool_from=0),
     "ledger, full matrices": lambda m, n: ledger(m, n, pool_from=10**9, block=10**6),
