@@ -18,7 +18,8 @@ def test_the_table_of_checkpoints_is_what_they_measure():
     figures = re.compile(r"\b[01]\.\d\d\b")
     for line in rows()[2:]:
         name = line.split("|")[1]
-        (written,) = (other for other in README.splitlines() if other.startswith(f"|{name}|"))
+        same = [other for other in README.splitlines() if other.startswith(f"|{name}|")]
+        (written,) = (other for other in same if other.count("|") == line.count("|"))
         assert figures.sub("", line) == figures.sub("", written)
         pairs = zip(figures.findall(line), figures.findall(written), strict=True)
         assert all(abs(float(a) - float(b)) < 0.051 for a, b in pairs), (line, written)
