@@ -188,7 +188,7 @@ def compare(
     ] = None,
     problems: Problems = 50,
     handmade: Annotated[
-        bool, typer.Option("--handmade", help="Hand-made problems (full carry chains ...) instead of random ones.")
+        bool, typer.Option("--handmade", help="All hand-made problems (full carry chains ...) instead of random ones.")
     ] = False,
     seed: Seed = 0,
     threads: Threads = None,
@@ -451,9 +451,14 @@ def _table(console: Console, rows: list[dict[str, Any]]) -> None:
     table = Table(box=None, pad_edge=False)
     for name, value in rows[0].items():
         text = isinstance(value, str)
-        table.add_column(name.replace("_", " "), justify="left" if text else "right", overflow="fold", no_wrap=not text)
+        justify: Any = "left" if text else "right"
+        table.add_column(name.replace("_", " "), justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*(_text(value) for value in row.values()))
+    if not console.is_terminal:  # a file or a pipe has no width of its own
+        console.width = max(
+            console.width, console.measure(table, options=console.options.update(max_width=500)).maximum
+        )
     console.print(table)
 
 

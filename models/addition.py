@@ -41,6 +41,7 @@ LOOKUPS = ("first_same_column", "second_same_column", "first_from_second", "carr
 STATES = ("both", "first_ended", "second_ended", "neither")
 Problem = tuple[int, int]
 MOST_DIGITS = 100_000  # attention over the three numbers would be 300000 tokens long
+MOST_PROBLEMS = 10**5  # at one length; more would only be waited for
 
 _STR_LIMIT = 4000  # digits; CPython refuses to convert more than 4300 at once
 _STR_BASE = 10**_STR_LIMIT
@@ -317,11 +318,13 @@ class AdditionTask:
         ``n`` problems are the problems of a call with ``m``.
 
         Raises:
-            ProblemError: ``digits`` or ``n`` below 1, or more than :data:`MOST_DIGITS`.
+            ProblemError: ``digits`` or ``n`` below 1, or more than :data:`MOST_DIGITS` or :data:`MOST_PROBLEMS`.
         """
         _check_digits(digits)
         if n < 1:
             raise ProblemError(f"problems must be at least 1, got {n}")
+        if n > MOST_PROBLEMS:
+            raise ProblemError(f"problems must be at most {MOST_PROBLEMS}, got {n}; take fewer")
         out: list[Problem] = []
         for i in range(n):
             rng = generator(seed, f"digits {digits}", i)

@@ -151,7 +151,7 @@ class Geometry:
         """From where scores of these queries and (scaled) keys are 0 within rounding; None if they are not pooled."""
         if not self.cut.pool or self.cut.skip_beyond is not None:
             return None
-        bound = float(q.norm(dim=-1).max() * k.norm(dim=-1).max())
+        bound = float(q.detach().norm(dim=-1).max() * k.detach().norm(dim=-1).max())
         vanishing = self.scheme.vanishes_beyond(bound, torch.finfo(torch.float32).eps / 2)
         if vanishing is None:
             return None

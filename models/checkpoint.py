@@ -140,8 +140,9 @@ def _read_json(path: Path) -> Any:
         if path.stat().st_size > _LARGEST_JSON:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes, more than the {_LARGEST_JSON} that are read")
         return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        where = "no such directory" if not path.parent.is_dir() else f"it has no {path.name}"
+    except (FileNotFoundError, NotADirectoryError) as error:
+        where = "no such directory" if not path.parent.exists() else f"it has no {path.name}"
+        where = where if path.parent.is_dir() or not path.parent.exists() else "it is a file"
         raise CheckpointError(
             f"{path.parent}: not a checkpoint, {where}; name a directory that `leaksum train` wrote"
         ) from error

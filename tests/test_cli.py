@@ -461,3 +461,21 @@ def test_the_models_do_not_import_plotly_or_the_study():
     loaded = _modules_after("import models, models.transformer")
     assert "torch" in loaded
     assert not loaded & {"plotly", "interp", "typer"}
+
+
+def test_a_table_in_a_pipe_keeps_all_its_columns(leaksum):
+    code, out, _ = leaksum("leak", HERE, "--digits", "4,6", "--problems", 2)
+    header, *rows = out.splitlines()
+    assert code == 0
+    assert header.split()[:4] == ["layer", "head", "lookup", "present"]
+    assert all(len(row.split()) == len(rows[0].split()) for row in rows)
+    assert "first_same_column" in out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["score", str(ROOT / "README.md")], ["score", HERE, "--problems", "10000000000"]]
+)
+def test_a_file_is_no_checkpoint_and_problems_have_a_limit(leaksum, arguments):
+    code, out, err = leaksum(*arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "it is a file" in err or "problems must be at most 100000, got 10000000000" in err
