@@ -40,6 +40,7 @@ INTERVENTION_FLAGS = {
     "sink-boost": True,
     "far-zero": False,
     "drop-best-far": False,
+    "mass-control": False,
     "random-control": False,
 }
 

@@ -20,10 +20,10 @@ starvation     restore-sink: the sink's score is lowered to what         the sin
 =============  ========================================================  ==========================================
 
 They are tried in this order, the more specific first, restored distances last. The cause is *proved* when its edit
-leaves under 1% of at least 10 wrong decisions and the matched control, as many random keys removed, leaves more than
-10%: it may not leave few, for where the crowd is nearly everything, random keys are the crowd thinned. Where no edit
-does so, the one that leaves least names the cause if that is under 10%, and nothing is proved. The heads are found by
-the same edit, in one head alone and in all but that head.
+leaves under 1% of at least 10 wrong decisions and both matched controls, as many random keys removed and random keys
+with as much attention, leave more than 10%: they may not leave few, for where the crowd is nearly everything, random
+keys are the crowd thinned. Where no edit does so, the one that leaves least names the cause if that is under 10%, and
+nothing is proved. The heads are found by the same edit, in one head alone and in all but that head.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ HEALTHY = 0.99  # share of problems exact from which there is no failure to expl
 LEFT_WRONG = 0.01  # of the wrong decisions, the share that may stay wrong under the proving edit
 MOSTLY = 0.1  # the share that may stay wrong under an edit that names the cause without proving it
 CONTROL_LEAVES = 0.1  # and the share that must be wrong under the matched control, which thins a crowd too
+CONTROLS = ("random-control", "mass-control")  # as many random keys, and random keys with as much attention
 ENOUGH = 10  # wrong decisions, without which nothing is proved
 FEW_KEYS = (4, 8)  # far keys that aliasing may be about: one per row, or a few periods of a rotation in each
 CROWD = 4  # how many times FEW_KEYS a query's far keys must be before dropping few of them tells few from many
@@ -118,8 +119,8 @@ class HeadTrial:
 
 @dataclass(frozen=True)
 class Proof:
-    """An edit that repairs and its control: of ``wrong`` decisions, in columns ``below`` one (all if None), the edit
-    leaves ``left`` and the control ``control_left``.
+    """An edit that repairs, and of its controls the one that leaves least: of ``wrong`` decisions, in columns ``below``
+    one (all if None), the edit leaves ``left`` and the control ``control_left``.
     """
 
     edit: str
@@ -238,11 +239,11 @@ def diagnose(
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A cause, the edit that it predicts to repair, the control that must not, and the columns that this is about."""
+    """A cause, the edit that it predicts to repair, the controls that must not, and the columns that this is about."""
 
     cause: str
     edit: Edit
-    control: Edit
+    controls: tuple[Edit, ...]
     below: int | None = None  # None: all
 
 
@@ -261,15 +262,17 @@ class _Investigation:
     ):
         self.model, self.problems, self.base, self.seed, self.progress = model, problems, base, seed, progress
         self.trained, self.longer = trained, longer
+        self.controls = tuple(Intervention(name, seed=seed) for name in CONTROLS)
         self.trials: dict[str, Trial] = {}
         self.scores: dict[str, Score] = {}
 
     def verdict(self) -> tuple[Verdict, tuple[HeadTrial, ...]]:
         candidates = self._candidates()
-        self.run(Intervention("random-control", seed=self.seed))
+        for control in self.controls:
+            self.run(control)
         for candidate in candidates:
-            self.run(candidate.edit)
-            self.run(candidate.control)
+            for edit in (candidate.edit, *candidate.controls):
+                self.run(edit)
         found = self._cause(candidates)
         head_trials = self._head_trials(found) if found is not None else ()
         heads = tuple(t.head for t in sorted(head_trials, key=lambda t: -t.repaired_alone) if t.matters)
@@ -288,7 +291,6 @@ class _Investigation:
     def _candidates(self) -> list[_Candidate]:
         """Causes with the edit that each predicts to repair, the more specific first."""
         ceiling = self._ceiling()
-        random = Intervention("random-control", seed=self.seed)
         candidates: list[tuple[str, Edit]] = []
         few = [number for number in FEW_KEYS if self._far_keys() >= CROWD * number]
         candidates += [("aliasing", Intervention("drop-best-far", str(number))) for number in few]
@@ -301,10 +303,10 @@ class _Investigation:
             highest = np.maximum.reduce([view.sink.max(-1) for view in self.trained.lookups.values()])
             candidates.append(("starvation", RestoreSink(torch.from_numpy(highest))))
             candidates += [("starvation", Intervention("sink-boost", str(-step))) for step in SINK_STEPS]
-        found = [_Candidate(cause, edit, random) for cause, edit in candidates]
+        found = [_Candidate(cause, edit, self.controls) for cause, edit in candidates]
         if RestoreDistances.applies(self.model):
             below = RestoreDistances.columns(self.model)
-            found.append(_Candidate("drift", RestoreDistances(), RestoreDistances(count=False), below))
+            found.append(_Candidate("drift", RestoreDistances(), (RestoreDistances(count=False),), below))
         return found
 
     def _ceiling(self) -> torch.Tensor:
@@ -359,9 +361,10 @@ class _Investigation:
 
     def proof(self, candidate: _Candidate) -> Proof:
         where = _within(self.base, candidate.below)
-        scores = (self.base, self.scores[candidate.edit.name], self.scores[candidate.control.name])
-        counts = (int(found.wrong[where].sum()) for found in scores)
-        return Proof(candidate.edit.name, candidate.control.name, candidate.below, *counts)
+        left = {e.name: int(self.scores[e.name].wrong[where].sum()) for e in (candidate.edit, *candidate.controls)}
+        control = min((e.name for e in candidate.controls), key=lambda name: left[name])
+        wrong, edit = int(self.base.wrong[where].sum()), candidate.edit.name
+        return Proof(edit, control, candidate.below, wrong, left[edit], left[control])
 
     def _head_trials(self, candidate: _Candidate) -> tuple[HeadTrial, ...]:
         failing = [self.problems[i] for i in np.flatnonzero(~self.base.problem_exact)[:HEAD_PROBLEMS]]
@@ -386,13 +389,13 @@ class _Investigation:
         )
 
     def _trial_lines(self, candidates: list[_Candidate]) -> list[str]:
-        names = [edit.name for c in candidates for edit in (c.edit, c.control) if edit.name != "random-control"]
+        names = [e.name for c in candidates for e in (c.edit, *c.controls) if e.name not in CONTROLS]
         shown = [name for name in names if not name.startswith("sink-boost")]
         lowered = [trial for name, trial in self.trials.items() if name.startswith("sink-boost")]
         lines = [
             f"{name}: {self.trials[name].wrong} wrong ({self.trials[name].repaired} repaired, "
             f"{self.trials[name].broken} broken)"
-            for name in [*shown, "random-control"]
+            for name in [*shown, *CONTROLS]
         ]
         if lowered:
             best = min(lowered, key=lambda trial: trial.wrong)

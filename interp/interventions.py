@@ -13,6 +13,8 @@ sink-boost=X       adds X to the sink's score; ``log``: log(n / n_train), ``2log
 far-zero           zeroes the weights of far keys after the softmax, without renormalising: what the crowd wrote is
                    gone, the share it took is not given back
 drop-best-far=K    removes the K far keys with the highest scores, per head and query (1 if no K is given)
+mass-control       removes random keys per query and head until they had as much attention as the far keys had,
+                   targets of any lookup spared
 random-control     removes as many random keys per query as ``far`` would, targets of any lookup spared; with ``=K``,
                    at most K
 =================  ==================================================================================================
@@ -212,19 +214,48 @@ def _not_near(partition: Partition, _: Intervention, span: Span) -> Tensor:
     return (partition.far(span) | partition.separator(span)) & ~itself
 
 
-def _random_control(partition: Partition, intervention: Intervention, span: Span) -> Tensor:
+def _draws(partition: Partition, seed: int, span: Span) -> tuple[Tensor, Tensor]:
+    """Which keys a control may remove, and a random number for each of them, infinity for the others."""
     free = partition.visible(span) & ~partition.targets(span)
-    wanted = partition.far(span).sum(-1, keepdim=True)
-    if intervention.value is not None:
-        wanted = wanted.clamp(max=_count(intervention.kind, intervention.value))
     draws = np.ones(free.shape)
     for i, tokens in enumerate(partition.batch.tokens):
         own = tokens[partition.batch.mask[i]].numpy()
         stream = f"random-control {zlib.crc32(own.tobytes())}"
-        for j in torch.nonzero(wanted[i, :, 0]).flatten().tolist():
+        for j in torch.nonzero(partition.far(span)[i].any(-1)).flatten().tolist():
             query = span.query.start + j
-            draws[i, j, : query + 1] = generator(intervention.seed, stream, query).random(query + 1)
-    drawn = torch.from_numpy(draws).masked_fill(~free, torch.inf)
+            draws[i, j, : query + 1] = generator(seed, stream, query).random(query + 1)
+    return free, torch.from_numpy(draws).masked_fill(~free, torch.inf)
+
+
+def _mass_control(model: HookedAdder, partition: Partition, intervention: Intervention) -> list[Hook]:
+    scope = intervention.scope.mask(model)
+    memo: dict[int, tuple[Tensor, Tensor]] = {}  # of a block of queries: the order of its keys, and which are free
+
+    def remove(scores: Tensor, hook: HookPoint) -> Tensor:
+        span = Span.of(hook)
+        if span.query.start not in memo:
+            if sum(order.numel() for order, _ in memo.values()) * 8 > _MEMO_BYTES:
+                memo.clear()
+            free, draws = _draws(partition, intervention.seed, span)
+            memo[span.query.start] = draws.argsort(-1), free
+        order, free = (x[:, None].expand(scores.shape) for x in memo[span.query.start])
+        top = scores.amax(-1, keepdim=True)
+        mass = (scores - torch.where(torch.isneginf(top), 0.0, top)).double().exp()
+        wanted = (mass * partition.far(span)[:, None]).sum(-1, keepdim=True)
+        taken = (mass * free).gather(3, order)
+        before = taken.cumsum(-1) - taken  # what the keys drawn earlier had
+        lacking = before < wanted * (1 - 1e-9)  # not for rounding alone
+        gone = torch.zeros_like(free).scatter(3, order, lacking) & free
+        return scores.masked_fill(gone & scope[hook.layer()][None, :, None, None], -torch.inf)
+
+    return [(f"blocks.{layer}.attn.hook_attn_scores", remove) for layer in _layers(scope)]
+
+
+def _random_control(partition: Partition, intervention: Intervention, span: Span) -> Tensor:
+    free, drawn = _draws(partition, intervention.seed, span)
+    wanted = partition.far(span).sum(-1, keepdim=True)
+    if intervention.value is not None:
+        wanted = wanted.clamp(max=_count(intervention.kind, intervention.value))
     last = drawn.sort(-1).values.gather(-1, (wanted - 1).clamp(min=0))
     return free & (wanted > 0) & (drawn <= last)
 
@@ -497,6 +528,7 @@ _KINDS: dict[str, _Kind] = {
     "sink-boost": _Kind(_boost_value, _sink_boost),
     "far-zero": _Kind(_no_value, _far_zero),
     "drop-best-far": _Kind(_count, _drop_best_far, every_key=True),
+    "mass-control": _Kind(_no_value, _mass_control, every_key=True),
     "random-control": _Kind(_count, _removal(_random_control), every_key=True),
 }
 NAMES = tuple(_KINDS)

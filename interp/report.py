@@ -438,6 +438,7 @@ EDITS = {
     "same-keys-removed": "the same keys removed, at their own distances",
     "sink-boost": "{} added to every sink's score",
     "random-control": "control: as many random keys removed",
+    "mass-control": "control: random keys removed that had as much attention",
     "far-zero": "far keys' weights set to 0, the rest not renormalised",
     "window": "keys more than {} away removed",
     "round-gates": "gates rounded to 0 or 1",

@@ -37,6 +37,7 @@ EXAMPLES = {
     "sink-boost": "sink-boost=log",
     "far-zero": "far-zero",
     "drop-best-far": "drop-best-far=2",
+    "mass-control": "mass-control",
     "random-control": "random-control",
 }
 
@@ -690,3 +691,28 @@ def test_as_many_keys_as_there_are_change_no_bit():
     model = adder()
     before, after = score(model, PROBLEMS), score(model, PROBLEMS, [RestoreNumber(10_000)])
     np.testing.assert_array_equal(before.margin, after.margin)
+
+
+@pytest.mark.parametrize("scheme", ["rotary2d", "rotary"])
+def test_the_mass_control_takes_as_much_attention_as_far_keys_had_and_no_target(scheme):
+    model = adder(scheme, sink=False, n_layers=1)
+    before = observe(model, PROBLEMS)
+    after = observe(model, PROBLEMS, interventions("mass-control"))
+    compared = 0
+    for problem, old, new in zip(PROBLEMS, before, after, strict=True):
+        far = far_keys(model, problem)
+        batch = model.task.encode([problem])
+        for head, query in np.ndindex(*old.shape[1:3]):
+            gone = {k for k in range(query + 1) if old[0, head, query, k] > 0 and new[0, head, query, k] == 0}
+            targets = {k for name in LOOKUPS for k in batch.lookups[name].targets[0, query].tolist()}
+            assert not gone & targets
+            wanted = old[0, head, query][far[query]].sum()
+            taken = [old[0, head, query, k] for k in gone]
+            free = sum(old[0, head, query, k] for k in range(query + 1) if k not in targets)
+            if not far[query].any():
+                assert not gone
+            elif free > wanted + 1e-6:
+                assert sum(taken) >= wanted - 1e-6  # the last one drawn may be more than was lacking
+                assert sum(taken) - max(taken) < wanted + 1e-6
+                compared += 1
+    assert compared > 20
