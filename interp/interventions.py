@@ -217,11 +217,12 @@ def _not_near(partition: Partition, _: Intervention, span: Span) -> Tensor:
 def _draws(partition: Partition, seed: int, span: Span) -> tuple[Tensor, Tensor]:
     """Which keys a control may remove, and a random number for each of them, infinity for the others."""
     free = partition.visible(span) & ~partition.targets(span)
+    asked = partition.far(span).any(-1)
     draws = np.ones(free.shape)
     for i, tokens in enumerate(partition.batch.tokens):
         own = tokens[partition.batch.mask[i]].numpy()
         stream = f"random-control {zlib.crc32(own.tobytes())}"
-        for j in torch.nonzero(partition.far(span)[i].any(-1)).flatten().tolist():
+        for j in torch.nonzero(asked[i]).flatten().tolist():
             query = span.query.start + j
             draws[i, j, : query + 1] = generator(seed, stream, query).random(query + 1)
     return free, torch.from_numpy(draws).masked_fill(~free, torch.inf)

@@ -28,7 +28,8 @@ from interp.memory import require
 from interp.partition import Partition, key_index
 from interp.passes import Progress, run_problems
 from models.addition import LOOKUPS, STATES, Batch, Problem
-from models.attention import Span
+from models.attention import Span, joined
+from models.positions import within
 from models.transformer import HookedAdder
 
 if TYPE_CHECKING:
@@ -360,13 +361,9 @@ class _Rows:
             return
         self.pooled = int(span.pooled)
         positions = span.positions[self.pooled :]
-        axis, real = partition.scheme.axis(partition.at), batch.mask[:, positions]
-        most = torch.iinfo(axis.dtype).max
-        own, reach = batch.mask[:, queries], partition.trained_distance
-        low = torch.where(own, axis[:, queries], most).amin(1, keepdim=True) - reach
-        high = torch.where(own, axis[:, queries], -most).amax(1, keepdim=True) + reach
-        where = axis[:, positions]
-        close = (where >= low) & (where <= high) | partition.at.separator[:, positions] | ~real
+        reach = partition.trained_distance
+        close = within(reach, queries, partition.scheme.axis(partition.at), batch.mask)
+        close = (close | partition.at.separator | ~batch.mask)[:, positions]
         close = close.any(0) | (positions >= queries.start)
         slots = book.slots[:, queries]
         self.slots = key_index(span, slots)
@@ -439,7 +436,7 @@ class _Rows:
     def summarise(self, scores: Float[Tensor, "batch head query key"]) -> tuple[Tensor, ...]:
         """Per class: log-mass, log second moment, maximum ``[row, head, class]``; slot scores; mass beside targets."""
         keys = scores[..., self.pooled :]
-        close = _joined([keys[..., run] for run in self.close])
+        close = joined([keys[..., run] for run in self.close], dim=-1)
         near = _moments(close, self.near)
         far = self._far(scores, keys, close)
         itself, separator = (_moments(_gathered(scores, keys)) for keys in (self.itself, self.separators))
@@ -450,7 +447,7 @@ class _Rows:
 
     def _far(self, scores: Tensor, keys: Tensor, close: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         far = close.masked_fill(~self.far, -torch.inf)
-        mass, second, maximum = _moments(_joined([far, *(keys[..., run] for run in self.others)]))
+        mass, second, maximum = _moments(joined([far, *(keys[..., run] for run in self.others)], dim=-1))
         if self.pooled:  # n keys of score 0: their mass is n, and so is their second moment
             pool = scores[..., 0]
             mass, second = torch.logaddexp(mass, pool), torch.logaddexp(second, pool)
@@ -469,10 +466,6 @@ def _runs(index: Int[Tensor, "key"]) -> list[slice]:
     first = [int(index[0]), *index[ends + 1].tolist()]
     last = [*index[ends].tolist(), int(index[-1])]
     return [slice(a, b + 1) for a, b in zip(first, last, strict=True)]
-
-
-def _joined(pieces: list[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
 
 
 def _among(keys: Int[Tensor, "*shape key"], slots: Int[Tensor, "*shape slot"]) -> Bool[Tensor, "*shape key"]:

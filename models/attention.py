@@ -23,7 +23,7 @@ from transformer_lens.hook_points import HookPoint
 
 from models.config import AdderConfig
 from models.normalizers import softmax, weighted_sum
-from models.positions import SCHEMES, Coordinates, PositionScheme, rotate
+from models.positions import SCHEMES, Coordinates, PositionScheme, rotate, within
 
 _POOL_STEP = 8  # distances are rounded up to it, so that layers mostly see the same keys
 
@@ -204,19 +204,13 @@ class Geometry:
         if self._found is not None and self._found[0] == distance:
             return self._found[1]
         axis = self.scheme.axis(self.at)
-        most = torch.iinfo(axis.dtype).max
         rows = []
-        padding = (0, -self.stop % self.cut.key)
-        real, separator = (nn.functional.pad(x, padding) for x in (self.mask, self.at.separator & self.mask))
-        where = nn.functional.pad(axis, padding)
         for first in range(self.start, self.stop, self.cut.query):
             block = slice(first, first + self.cut.query)
-            here, own = axis[:, block], self.mask[:, block]
-            low = torch.where(own, here, most).amin(1, keepdim=True)
-            high = torch.where(own, here, -most).amax(1, keepdim=True)
-            near = real & (where >= low - distance) & (where <= high + distance) | separator
+            near = self.mask & (within(distance, block, axis, self.mask) | self.at.separator)
             near[:, block] = True
-            rows.append(near.any(0).unflatten(0, (-1, self.cut.key)).any(1))
+            any_key = nn.functional.pad(near.any(0), (0, -self.stop % self.cut.key))
+            rows.append(any_key.unflatten(0, (-1, self.cut.key)).any(1))
         self._found = (distance, torch.stack(rows))
         return self._found[1]
 
@@ -298,7 +292,7 @@ class Attention(nn.Module):
         """The output of one block of queries."""
         span = block.span
         here = slice(span.query.start - geometry.start, span.query.stop - geometry.start)
-        scores = q[:, :, here] @ _joined([k[..., run] for run in block.runs], dim=3)
+        scores = q[:, :, here] @ joined([k[..., run] for run in block.runs], dim=3)
         if block.factor is not None:
             scores = scores.mul_(block.factor)
         tail = scores[..., scores.shape[-1] - block.hidden.shape[-1] :]
@@ -313,7 +307,7 @@ class Attention(nn.Module):
         self.hook_pattern.ctx.update(query=span.query, key=span.key)
         weights = self.hook_pattern(softmax(scores, sink, block.part)).to(v.dtype)
         own = weights if mean is None else weights[..., 1:]
-        z = weighted_sum(own, _joined([v[:, :, run] for run in block.runs], dim=2), block.part)
+        z = weighted_sum(own, joined([v[:, :, run] for run in block.runs], dim=2), block.part)
         return z if mean is None else z + weights[..., :1] * mean
 
     def _hooked_scores(self, scores: Tensor, hidden: Tensor, span: Span) -> Tensor:
@@ -356,7 +350,8 @@ def _runs(blocks: list[int], size: int, stop: int) -> list[slice]:
     return runs
 
 
-def _joined(pieces: list[Tensor], dim: int) -> Tensor:
+def joined(pieces: list[Tensor], dim: int) -> Tensor:
+    """Pieces along a dimension as one tensor, without a copy where there is one piece."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
 
 

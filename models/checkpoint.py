@@ -141,8 +141,10 @@ def _read_json(path: Path) -> Any:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes, more than the {_LARGEST_JSON} that are read")
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
-        where = "no such directory" if not path.parent.exists() else f"it has no {path.name}"
-        where = where if path.parent.is_dir() or not path.parent.exists() else "it is a file"
+        folder = path.parent
+        where = (
+            f"it has no {path.name}" if folder.is_dir() else "it is a file" if folder.exists() else "no such directory"
+        )
         raise CheckpointError(
             f"{path.parent}: not a checkpoint, {where}; name a directory that `leaksum train` wrote"
         ) from error

@@ -48,6 +48,17 @@ def coordinates(
     return Coordinates(position.clamp(min=0), is_separator.cumsum(1), column, is_separator)
 
 
+def within(
+    distance: int, of: slice, axis: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"]
+) -> Bool[Tensor, "batch pos"]:
+    """Which tokens stand, on the axis, within a distance of the range of some tokens, padding among those aside."""
+    most = torch.iinfo(axis.dtype).max
+    here, real = axis[:, of], mask[:, of]
+    low = torch.where(real, here, most).amin(1, keepdim=True) - distance
+    high = torch.where(real, here, -most).amax(1, keepdim=True) + distance
+    return (axis >= low) & (axis <= high)
+
+
 class PositionScheme:
     """No positions (NoPE): the causal mask alone tells order. Base of the others."""
 
