@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from models.config import AdderConfig
+from models.counters import Counters, count
 from models.normalizers import softmax, weighted_sum
 from models.positions import SCHEMES, Coordinates, PositionScheme, rotate, within
 
@@ -30,25 +31,27 @@ _POOL_STEP = 8  # distances are rounded up to it, so that layers mostly see the 
 
 @dataclass
 class KeyValueCache:
-    """Keys (rotated) and values of the tokens already read, per layer, for generation."""
+    """What the tokens already read left for later ones, for generation: keys (rotated) and values, and counts where
+    heads count. By name and layer, ``[batch, pos, ...]``."""
 
     capacity: int
     length: int = 0
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
+    kept: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store this step's keys and values, and return all up to here, ``[batch, pos, head, d_head]``."""
-        if layer == len(self.keys):
-            shape = (k.shape[0], self.capacity, *k.shape[2:])
-            self.keys.append(k.new_zeros(shape))
-            self.values.append(v.new_zeros(shape))
-        stop = self.length + k.shape[1]
+    def append(self, name: str, layer: int, new: Float[Tensor, "batch pos *rest"]) -> Float[Tensor, "batch all *rest"]:
+        """Store what this step's tokens leave, and return that of all up to here."""
+        stop = self.length + new.shape[1]
         if stop > self.capacity:
             raise ValueError(f"the key-value cache holds {self.capacity} tokens, got {stop}")
-        self.keys[layer][:, self.length : stop] = k
-        self.values[layer][:, self.length : stop] = v
-        return self.keys[layer][:, :stop], self.values[layer][:, :stop]
+        if (name, layer) not in self.kept:
+            self.kept[name, layer] = new.new_zeros(new.shape[0], self.capacity, *new.shape[2:])
+        kept = self.kept[name, layer]
+        kept[:, self.length : stop] = new
+        return kept[:, :stop]
+
+    def last(self, name: str, layer: int) -> Float[Tensor, "batch *rest"] | None:
+        """What the last token before this step left; None at the first."""
+        return self.kept[name, layer][:, self.length - 1] if self.length else None
 
 
 class Span(NamedTuple):
@@ -221,8 +224,11 @@ class Attention(nn.Module):
     ``score_j = (R_i q . R_j k_j) / sqrt(d_head) * factor_ij`` and
     ``pattern_j = exp(score_j) / (exp(s) + sum_k exp(score_k))``.
 
+    With counters a score is ``q . k_j / sqrt(d_head)`` and what the kernels add. With a null key n, s is
+    ``q . n / sqrt(d_head)``.
+
     Weights are HookedTransformer's: ``W_Q``, ``W_K``, ``W_V`` ``[head, d_model, d_head]``, ``W_O``
-    ``[head, d_head, d_model]``; ``sink`` is ``[head]``. There are no biases.
+    ``[head, d_head, d_model]``; ``sink`` is ``[head]``, or ``null_key`` ``[head, d_head]``. There are no biases.
     """
 
     def __init__(self, config: AdderConfig, layer: int):
@@ -239,8 +245,14 @@ class Attention(nn.Module):
             self.hook_rot_q, self.hook_rot_k = HookPoint(), HookPoint()
         self.hook_attn_scores, self.hook_pattern = HookPoint(), HookPoint()
         if config.attention.sink:
-            self.sink = nn.Parameter(torch.zeros(heads))
+            if config.attention.null_key:
+                self.null_key = nn.Parameter(torch.zeros(heads, d_head))
+            else:
+                self.sink = nn.Parameter(torch.zeros(heads))
             self.hook_sink_scores = HookPoint()
+        if config.attention.scheme == "counters":
+            self.counters = Counters(config)
+            self.hook_gate, self.hook_reset, self.hook_count = HookPoint(), HookPoint(), HookPoint()
         self.hook_z, self.hook_result = HookPoint(), HookPoint()
         self.use_attn_result = False
 
@@ -261,15 +273,18 @@ class Attention(nn.Module):
         if geometry.scheme.rotates:
             q = self.hook_rot_q(rotate(q, geometry.cos, geometry.sin))
             k = self.hook_rot_k(rotate(k, geometry.cos, geometry.sin))
+        counts = None
+        if self.config.attention.scheme == "counters":
+            counts = self._count(x, geometry, cache)
         if cache is not None:
-            k, v = cache.append(self.layer, k, v)
+            k, v = cache.append("key", self.layer, k), cache.append("value", self.layer, v)
         q = rearrange(q, "batch pos head d_head -> batch head pos d_head") * (1 / math.sqrt(self.config.d_head))
         k = rearrange(k, "batch pos head d_head -> batch head d_head pos")
         v = rearrange(v, "batch pos head d_head -> batch head pos d_head")
 
         beyond = geometry.pool_beyond(q, k.transpose(2, 3))
         pool = None if beyond is None else _Pool(v, geometry)
-        done = [self._attend(block, q, k, v, geometry, sink_boost, pool) for block in geometry.blocks(beyond)]
+        done = [self._attend(block, q, k, v, counts, geometry, sink_boost, pool) for block in geometry.blocks(beyond)]
         z = self.hook_z(rearrange(torch.cat(done, dim=2), "batch head pos d_head -> batch pos head d_head"))
 
         if self.use_attn_result or self.hook_result._forward_hooks:
@@ -279,12 +294,23 @@ class Attention(nn.Module):
             self.W_O, "head d_head d_model -> (head d_head) d_model"
         )
 
+    def _count(
+        self, x: Float[Tensor, "batch pos d_model"], geometry: Geometry, cache: KeyValueCache | None
+    ) -> Float[Tensor, "batch pos head counter"]:
+        """Every token's counts, those of earlier tokens in the cache included."""
+        gate, reset = self.counters.rates(x)
+        gate, reset = self.hook_gate(gate), self.hook_reset(reset)
+        before = None if cache is None else cache.last("count", self.layer)
+        counts: Tensor = self.hook_count(count(gate, reset, geometry.mask[:, geometry.start :], before))
+        return counts if cache is None else cache.append("count", self.layer, counts)
+
     def _attend(
         self,
         block: Block,
         q: Float[Tensor, "batch head pos d_head"],
         k: Float[Tensor, "batch head d_head pos"],
         v: Float[Tensor, "batch head pos d_head"],
+        counts: Float[Tensor, "batch pos head counter"] | None,
         geometry: Geometry,
         sink_boost: Tensor | float,
         pool: _Pool | None,
@@ -295,6 +321,9 @@ class Attention(nn.Module):
         scores = q[:, :, here] @ joined([k[..., run] for run in block.runs], dim=3)
         if block.factor is not None:
             scores = scores.mul_(block.factor)
+        if counts is not None:
+            keys = joined([counts[:, run] for run in block.runs], dim=1)
+            scores = scores + self.counters.added(counts[:, span.query], keys).to(scores.dtype)
         tail = scores[..., scores.shape[-1] - block.hidden.shape[-1] :]
         tail.masked_fill_(block.hidden, -torch.inf)
         mean = None
@@ -303,7 +332,7 @@ class Attention(nn.Module):
             column = number.log()[:, None, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([column.to(scores.dtype), scores], dim=-1)
         scores = self._hooked_scores(scores, block.hidden, span)
-        sink = self._sink_scores(scores, sink_boost, span)
+        sink = self._sink_scores(scores, q[:, :, here], sink_boost, span)
         self.hook_pattern.ctx.update(query=span.query, key=span.key)
         weights = self.hook_pattern(softmax(scores, sink, block.part)).to(v.dtype)
         own = weights if mean is None else weights[..., 1:]
@@ -323,10 +352,13 @@ class Attention(nn.Module):
             return scores
         return torch.cat([scores[..., :before], tail.masked_fill(hidden, -torch.inf)], dim=-1)
 
-    def _sink_scores(self, scores: Tensor, boost: Tensor | float, span: Span) -> Tensor | None:
+    def _sink_scores(self, scores: Tensor, q: Tensor, boost: Tensor | float, span: Span) -> Tensor | None:
         if not self.config.attention.sink:
             return None
-        sink = self.sink.to(scores.dtype)[None, :, None].expand(scores.shape[:3])
+        if self.config.attention.null_key:
+            sink = einsum(q, self.null_key, "batch head query d_head, head d_head -> batch head query").to(scores.dtype)
+        else:
+            sink = self.sink.to(scores.dtype)[None, :, None].expand(scores.shape[:3])
         if isinstance(boost, Tensor):
             sink = sink + boost.to(scores.dtype)[:, None, None]
         elif boost:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Scheme = Literal["rotary2d", "rotary", "none"]
+Scheme = Literal["rotary2d", "rotary", "none", "counters"]
 
 
 class InputError(ValueError):
@@ -63,10 +63,18 @@ class AttentionConfig(Frozen):
     ``scheme``
         ``rotary2d``: rotation by row and by column (half of the head's dimensions each), the score multiplied by
         ``exp(-decay |column distance|)``. ``rotary``: rotation by token position. ``none``: no positions (NoPE).
+        ``counters``: no positions; each head keeps ``n_counters`` counters of its own (:mod:`models.counters`).
     ``sink``
         One learned, position-free score per head that joins the softmax and has no value (the gpt-oss convention).
+    ``null_key``
+        The sink's score is the query's product with a learned, position-free key instead.
     ``sink_boost``
         Added to every sink score, at evaluation; a boost of B stands for a crowd of ``e**B`` keys of score 0.
+    ``exact_counters``
+        Of each head, the first so many counters have gates and resets rounded to 0 or 1.
+    ``kernel_beyond``
+        What a kernel of counts does beyond a difference of 8: fall linearly (by a learned slope), stay constant, or
+        drop to ``kernel_floor``.
     """
 
     scheme: Scheme = "rotary2d"
@@ -74,7 +82,12 @@ class AttentionConfig(Frozen):
     decay: float = Field(default=0.0, ge=0)
     separator_column: int = 0
     sink: bool = True
+    null_key: bool = False
     sink_boost: float = 0.0
+    n_counters: int = Field(default=2, ge=1, le=16)
+    exact_counters: int = Field(default=0, ge=0)
+    kernel_beyond: Literal["linear", "constant", "floor"] = "linear"
+    kernel_floor: float = -12.0
 
     @model_validator(mode="after")
     def _consistent(self) -> AttentionConfig:
@@ -82,12 +95,18 @@ class AttentionConfig(Frozen):
             raise ValueError(f"decay is per column and needs scheme='rotary2d', got scheme={self.scheme!r}")
         if self.sink_boost and not self.sink:
             raise ValueError(f"sink_boost={self.sink_boost} needs sink=true")
+        if self.null_key and not self.sink:
+            raise ValueError("null_key=true needs sink=true: it is the sink's score that the null key gives")
+        if self.exact_counters and self.scheme != "counters":
+            raise ValueError(f"exact_counters={self.exact_counters} needs scheme='counters', got {self.scheme!r}")
+        if self.exact_counters > self.n_counters:
+            raise ValueError(f"exact_counters must be at most n_counters={self.n_counters}, got {self.exact_counters}")
         return self
 
     @property
     def unit(self) -> Literal["columns", "tokens"]:
         """The unit in which this scheme measures how far a key is."""
-        return "columns" if self.scheme == "rotary2d" else "tokens"
+        return "columns" if self.scheme in ("rotary2d", "counters") else "tokens"
 
 
 class AdderConfig(Frozen):
@@ -103,7 +122,7 @@ class AdderConfig(Frozen):
 
     @model_validator(mode="after")
     def _rotatable(self) -> AdderConfig:
-        if self.attention.scheme != "none" and self.d_head % 4:
+        if self.attention.scheme in ("rotary", "rotary2d") and self.d_head % 4:
             raise ValueError(f"d_head must be a multiple of 4 to be rotated, got {self.d_head}")
         return self
 

@@ -132,7 +132,23 @@ class Rotary2D(PositionScheme):
         return at.column
 
 
-SCHEMES: dict[str, type[PositionScheme]] = {"none": PositionScheme, "rotary": Rotary, "rotary2d": Rotary2D}
+class Counted(PositionScheme):
+    """No positions are given: heads count for themselves (:mod:`models.counters`).
+
+    Distance is that of a counter which counts the tokens of a number and starts again at the next: in columns. Each
+    counter has its own pace, and heads could not be compared if each measured with its own.
+    """
+
+    def axis(self, at: Coordinates) -> Int[Tensor, "batch pos"]:
+        return at.column
+
+
+SCHEMES: dict[str, type[PositionScheme]] = {
+    "none": PositionScheme,
+    "rotary": Rotary,
+    "rotary2d": Rotary2D,
+    "counters": Counted,
+}
 
 
 def rotate(

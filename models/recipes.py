@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,12 +13,23 @@ class Recipe(Frozen):
     """One way to train one model.
 
     ``steps`` of AdamW on ``batch`` fresh problems each, learning rate warmed up linearly over ``warmup`` steps and then
-    lowered by a cosine to 0; gradients are clipped to norm ``clip``; weight decay acts on weight matrices alone, not
-    on embeddings, biases or sinks.
+    lowered by a cosine to 0, or, with ``cooldown``, held until that share of training and then lowered linearly to 3%;
+    gradients are clipped to norm ``clip``; weight decay acts on weight matrices alone, not on embeddings, biases,
+    sinks, null keys, gates or kernels.
 
     ``sink_pressure``
         B: in training a boost drawn from ``U(0, B)``, one draw per sequence, is added to every sink score, so that each
         lookup has to outbid a crowd of ``e**B`` keys. The model is evaluated with the boost in its configuration.
+    ``key_pressure``
+        In training each key is boosted with probability ``key_pressure_rate`` by ``U(0, key_pressure)``, one
+        draw per layer and sequence, in all heads: any key may stand for a crowd, so that every lookup has to win by so
+        much.
+    ``gate_penalty``
+        Weight of ``mean(gate (1 - gate))``, and the same of resets, in the loss: at 0 only for gates of 0 or 1.
+    ``pressure_ramp``, ``penalty_ramp``
+        Shares of training between which the pressures, and the penalty, grow from nothing to their full size.
+    ``exact_from``
+        Share of training from which the model's exact counters are exact; before it they are soft.
     ``micro_batches``
         A step's problems are sorted by length and run in so many parts, which saves padding; their gradients
         are summed.
@@ -35,7 +46,14 @@ class Recipe(Frozen):
     weight_decay: float = Field(default=0.1, ge=0)
     warmup: int = Field(default=100, ge=0)
     clip: float = Field(default=1.0, gt=0)
+    cooldown: float | None = Field(default=None, ge=0, lt=1)
     sink_pressure: float = Field(default=0.0, ge=0)
+    key_pressure: float = Field(default=0.0, ge=0)
+    key_pressure_rate: float = Field(default=0.1, gt=0, le=1)
+    pressure_ramp: tuple[float, float] = (0.0, 0.0)
+    gate_penalty: float = Field(default=0.0, ge=0)
+    penalty_ramp: tuple[float, float] = (0.0, 0.0)
+    exact_from: float = Field(default=0.0, ge=0, le=1)
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
 
     @model_validator(mode="after")
@@ -44,7 +62,23 @@ class Recipe(Frozen):
             raise ValueError(f"micro_batches must divide batch, got {self.micro_batches} and {self.batch}")
         if self.sink_pressure and not self.model.attention.sink:
             raise ValueError(f"sink_pressure={self.sink_pressure} needs a model with a sink")
+        if (self.gate_penalty or self.exact_from) and self.model.attention.scheme != "counters":
+            raise ValueError(
+                f"gate_penalty={self.gate_penalty} and exact_from={self.exact_from} need a model with counters"
+            )
+        for name, (start, full) in (("pressure_ramp", self.pressure_ramp), ("penalty_ramp", self.penalty_ramp)):
+            if not 0 <= start <= full <= 1:
+                raise ValueError(f"{name} must be two shares of training in order, got {start} and {full}")
         return self
+
+
+def _counters(name: str, about: str, attention: dict[str, Any], **changes: Any) -> Recipe:
+    return Recipe(
+        name=name,
+        about=about,
+        model=AdderConfig(attention=AttentionConfig(scheme="counters", null_key=True, **attention)),
+        **{"steps": 2000, "batch": 128, **changes},
+    )
 
 
 def _one_digit(name: str, about: str, attention: AttentionConfig, steps: int, sink_pressure: float = 0.0) -> Recipe:
@@ -88,6 +122,38 @@ RECIPES: dict[str, Recipe] = {
             "no positions at all: the causal mask alone tells order",
             AttentionConfig(scheme="none", sink=False),
             steps=6000,
+        ),
+        _counters(
+            "1digit-counters",
+            "no positions: heads count for themselves, with gates that are sigmoids",
+            {},
+        ),
+        _counters(
+            "1digit-counters-switched",
+            "the same, switched to exact gates (straight-through) halfway",
+            {"exact_counters": 2},
+            steps=4000,
+            exact_from=0.5,
+        ),
+        _counters(
+            "1digit-counters-exact-soft",
+            "one counter of each head exact from the start, the other soft",
+            {"exact_counters": 1},
+        ),
+        _counters(
+            "1digit-counters-exact",
+            "gates driven to 0 or 1 by a penalty, then pressure on random keys; exact at evaluation",
+            {"exact_counters": 2, "kernel_beyond": "constant"},
+            steps=7000,
+            learning_rate=1.5e-3,
+            cooldown=0.6,
+            gate_penalty=1.0,
+            penalty_ramp=(0.15, 0.3),
+            key_pressure=9.0,
+            key_pressure_rate=0.12,
+            sink_pressure=3.0,
+            pressure_ramp=(0.3, 0.85),
+            exact_from=1.0,
         ),
     )
 }

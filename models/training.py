@@ -14,22 +14,27 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from models.addition import Problem, decimal_string, generator
+from models.addition import Batch, Problem, decimal_string, generator
 from models.checkpoint import CheckpointError, CurvePoint, TrainingRecord, load_record, save_checkpoint
 from models.files import write_atomically
 from models.recipes import Recipe
 from models.transformer import HookedAdder
 
 PROBE_PROBLEMS = 512  # problems behind each in-distribution accuracy of the curve
+COOLED = 0.03  # share of the peak learning rate that a cooldown ends at
 PROBE_EVERY = 100  # steps between two points of the curve
 SAVE_SECONDS = 20.0  # between two resume files; losing more to a kill is worse than the 10 ms a save takes
 
@@ -111,6 +116,7 @@ class Trainer:
                 self._save()
                 saved = time.monotonic()
         self.seconds = time.monotonic() - began
+        self._round_counters(True)
         save_checkpoint(self.folder, self.model.eval(), self._record())
         self._resume_file.unlink(missing_ok=True)
         return self.folder
@@ -124,26 +130,56 @@ class Trainer:
         size = recipe.batch // recipe.micro_batches
         parts = [task.encode(problems[i : i + size]) for i in range(0, recipe.batch, size)]
         decisions = sum(int(part.decisions.sum()) for part in parts)
-        boosts = generator(self.seed, "sink pressure", step).uniform(0, recipe.sink_pressure, recipe.batch)
+        pressure = ramp(step / recipe.steps, recipe.pressure_ramp)
+        boosts = generator(self.seed, "sink pressure", step).uniform(0, recipe.sink_pressure * pressure, recipe.batch)
         boost = torch.from_numpy(boosts).float().split(size)
+        keys = generator(self.seed, "key pressure", step)
+        self._round_counters(step / recipe.steps >= recipe.exact_from)
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for i, part in enumerate(parts):
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bfloat16"):
+            hooks, rates = [], _Rates(self.model)
+            if recipe.key_pressure:
+                hooks += self._key_pressure(keys, part, pressure)
+            if recipe.gate_penalty:
+                hooks += rates.hooks()
+            with (
+                torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bfloat16"),
+                self.model.hooks(hooks) if hooks else nullcontext(),
+            ):
                 logits = self.model(part.tokens, part.mask, sink_boost=boost[i] if recipe.sink_pressure else None)
             asked = part.decisions
             loss = cross_entropy(logits[asked].float(), part.targets[asked], reduction="sum") / decisions
-            loss.backward()
             total += loss.item()
+            if recipe.gate_penalty:
+                weight = recipe.gate_penalty * ramp(step / recipe.steps, recipe.penalty_ramp)
+                loss = loss + weight * rates.softness(part.mask) / recipe.micro_batches
+            loss.backward()
         if not math.isfinite(total):
             raise CheckpointError(f"the loss is {total} at step {step}; lower the learning rate of {recipe.name!r}")
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
         self.optimizer.step()
         return total
 
+    def _round_counters(self, exact: bool) -> None:
+        if self.recipe.model.attention.scheme == "counters":
+            for block in self.model.blocks:
+                block.attn.counters.exact = self.recipe.model.attention.exact_counters if exact else 0
+
+    def _key_pressure(self, rng: np.random.Generator, part: Batch, pressure: float) -> list[Any]:
+        """Hooks that boost random keys, drawn anew for each layer and sequence."""
+        recipe, hooks = self.recipe, []
+        for layer in range(self.model.cfg.n_layers):
+            hit = rng.random(part.mask.shape) < recipe.key_pressure_rate
+            boost = torch.from_numpy(hit * rng.uniform(0, recipe.key_pressure * pressure, part.mask.shape)).float()
+            add = partial(_add_to_keys, boost=boost[:, None, None])
+            hooks.append((f"blocks.{layer}.attn.hook_attn_scores", add))
+        return hooks
+
     def in_distribution_accuracy(self) -> float:
         """Share of problems, drawn as training draws them but never trained on, whose every decision is right."""
         task = self.model.task
+        self._round_counters(True)
         batch = task.encode(task.training_problems(self.seed, 0, PROBE_PROBLEMS, stream="probe"))
         with torch.no_grad(), self.model.evaluating():
             right = self.model(batch.tokens, batch.mask).argmax(-1) == batch.targets
@@ -231,10 +267,40 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+class _Rates:
+    """Collects the gates and resets of a forward pass."""
+
+    def __init__(self, model: HookedAdder):
+        self.names = [f"blocks.{i}.attn.hook_{what}" for i in range(model.cfg.n_layers) for what in ("gate", "reset")]
+        self.kept: list[Tensor] = []
+
+    def hooks(self) -> list[Any]:
+        return [(name, lambda rates, hook: self.kept.append(rates)) for name in self.names]
+
+    def softness(self, mask: Tensor) -> Tensor:
+        """Mean of ``rate (1 - rate)`` over real tokens and counters, gates and resets added, averaged over layers."""
+        parts = [(rates * (1 - rates))[mask].mean() for rates in self.kept]
+        return torch.stack(parts).sum() * 2 / len(parts)
+
+
+def _add_to_keys(scores: Tensor, hook: Any, boost: Tensor) -> Tensor:
+    return scores + boost
+
+
+def ramp(done: float, between: tuple[float, float]) -> float:
+    """How far a ramp has risen, from 0 to 1, when this share of training is done."""
+    start, full = between
+    if done >= full:
+        return 1.0
+    return max(0.0, (done - start) / (full - start))
+
+
 def schedule(step: int, recipe: Recipe) -> float:
-    """The learning rate at ``step`` as a share of its peak: linear warm-up, then a cosine to 0."""
+    """The learning rate at ``step`` as a share of its peak: linear warm-up, then a cosine to 0, or held and cooled."""
     warm = min(1.0, (step + 1) / recipe.warmup) if recipe.warmup else 1.0
-    return warm * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
+    if recipe.cooldown is None:
+        return warm * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
+    return warm * (1 - (1 - COOLED) * ramp(step / recipe.steps, (recipe.cooldown, 1.0)))
 
 
 def _optimizer(model: HookedAdder, recipe: Recipe) -> torch.optim.AdamW:

@@ -26,6 +26,7 @@ from transformer_lens.HookedRootModule import HookedRootModule
 from models.addition import AdditionTask, Problem, parse_problem
 from models.attention import Attention, Blocks, Geometry, KeyValueCache
 from models.config import AdderConfig
+from models.counters import Counters
 from models.positions import SCHEMES, coordinates
 
 UNBOUNDED = 2**31 - 1  # no scheme here has a largest position
@@ -134,12 +135,17 @@ class HookedAdder(HookedRootModule):
         shrink = (2 * self.config.n_layers) ** -0.5  # keeps the residual stream's size at init independent of depth
         for name, weight in self.named_parameters():
             kind = name.rsplit(".", 1)[-1]
+            if kind == "null_key":
+                nn.init.normal_(weight, std=1.0, generator=rng)
             if kind == "W_E":
                 nn.init.normal_(weight, std=1.0, generator=rng)
             elif kind.startswith("W_"):
                 fan_in = weight.shape[0] * weight.shape[1] if kind == "W_O" else weight.shape[-2]
                 scale = shrink if kind in ("W_O", "W_out") else 1.0
                 nn.init.normal_(weight, std=scale * fan_in**-0.5, generator=rng)
+        for module in self.modules():
+            if isinstance(module, Counters):
+                module.initialise(rng)
 
     def forward(
         self,

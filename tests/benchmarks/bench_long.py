@@ -45,24 +45,63 @@ def ledger(model: HookedAdder, digits: int, *, pool_from: int, block: int = 64) 
     build_ledger(model, [problem(digits)])
 
 
-def cached(model: HookedAdder, digits: int) -> None:
+def cached(model: HookedAdder, digits: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Per lookup, for the queries that have something to find: what its ledger says, ``[layer, head, query]``."""
     batch = model.task.encode([problem(digits)])
     with torch.no_grad():
         _, cache = model.run_with_cache(
-            batch.tokens, batch.mask, names_filter=lambda name: name.endswith(("hook_attn_scores", "hook_pattern"))
+            batch.tokens,
+            batch.mask,
+            names_filter=lambda name: name.endswith(("hook_attn_scores", "hook_pattern", "hook_sink_scores")),
         )
-    classes = classes_of(model, batch)
-    for layer in range(model.cfg.n_layers):
-        scores, pattern = cache["attn_scores", layer], cache["pattern", layer]
-        for mask in classes:
-            einsum(pattern, mask.float(), "batch head query key, query key -> batch head query")
-        far = scores.masked_fill(~classes[-1], -torch.inf)
-        far.logsumexp(-1), (2 * far).logsumexp(-1), far.amax(-1)
+    classes, positions = classes_of(model, batch), torch.arange(batch.tokens.shape[1])
+    causal = positions <= positions[:, None]
+    found = {}
+    for name, lookup in batch.lookups.items():
+        queries = lookup.present[0].nonzero()[:, 0]
+        keys = lookup.targets[0, queries]
+        target = (keys[..., None] == positions).any(1)
+        number = torch.where(batch.column[0] >= 0, batch.row[0], -1)
+        beside = ((keys[:, :1] - positions).abs() == 1) & (number == number[keys[:, :1]]) & causal[queries]
+        parts = []
+        for layer in range(model.cfg.n_layers):
+            scores, pattern = cache["attn_scores", layer][0, :, queries], cache["pattern", layer][0, :, queries]
+            sink = cache[f"blocks.{layer}.attn.hook_sink_scores"][0, :, queries]
+            own, rest = scores.masked_fill(~target, -torch.inf), scores.masked_fill(target, -torch.inf)
+            mass = rest.logsumexp(-1)
+            far = rest.masked_fill(~classes[-1][queries], -torch.inf)
+            shares = [share(pattern, among[queries] & ~target) for among in classes]
+            part = {
+                "leak": (torch.logaddexp(mass, sink) - own.logsumexp(-1)).exp(),
+                "gap": own.logsumexp(-1) - rest.amax(-1),
+                "n_eff": (2 * mass - (2 * rest).logsumexp(-1)).exp(),
+                "share": share(pattern, target),
+                "class_shares": torch.stack(shares, dim=-1),
+                "beside_share": share(pattern, beside),
+                "far_max": far.amax(-1),
+            }
+            parts.append(part)
+        found[name] = {key: torch.stack([part[key] for part in parts]) for key in parts[0]}
+    return found
+
+
+def share(pattern: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+    return einsum(pattern, among.float(), "head query key, query key -> head query")
+
+
+def check(model: HookedAdder, digits: int = 100) -> None:
+    """The two ways give the same answers."""
+    books = build_ledger(model, [problem(digits)]).lookups
+    for name, usual in cached(model, digits).items():
+        for key, value in usual.items():
+            torch.testing.assert_close(
+                torch.tensor(getattr(books[name, True], key)).float(), value, rtol=1e-3, atol=1e-5
+            )
 
 
 def classes_of(model: HookedAdder, batch: Batch) -> list[torch.Tensor]:
     """Self, separator, near, far, as masks ``[query, key]``."""
-    vocab, column = model.task.vocabulary, batch.column[0]
+    vocab, column = model.task.vocabulary, batch.column[0].clamp(min=0)  # separators stand in column 0
     itself = torch.eye(len(column), dtype=torch.bool)
     separator = ((batch.tokens == vocab.plus) | (batch.tokens == vocab.equals)) & ~itself
     other = torch.ones_like(itself).tril() & ~itself & ~separator
