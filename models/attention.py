@@ -332,7 +332,8 @@ class Attention(nn.Module):
             column = number.log()[:, None, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([column.to(scores.dtype), scores], dim=-1)
         scores = self._hooked_scores(scores, block.hidden, span)
-        sink = self._sink_scores(scores, q[:, :, here], sink_boost, span)
+        asking = q[:, :, here] * geometry.mask[:, None, span.query, None]  # what stands at the padding asks nothing
+        sink = self._sink_scores(scores, asking, sink_boost, span)
         self.hook_pattern.ctx.update(query=span.query, key=span.key)
         weights = self.hook_pattern(softmax(scores, sink, block.part)).to(v.dtype)
         own = weights if mean is None else weights[..., 1:]

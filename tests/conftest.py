@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 from hypothesis import settings
+from stirred import stirred
 
 from models.config import AdderConfig, AttentionConfig, TaskConfig
 from models.transformer import HookedAdder
@@ -24,22 +25,14 @@ def _adder(scheme: str, sink: bool, n_layers: int, chunk: int) -> HookedAdder:
     decay = 0.3 if scheme == "rotary2d" else 0.0
     config = AdderConfig(
         task=TaskConfig(chunk=chunk),
-        attention=AttentionConfig(scheme=scheme, sink=sink, decay=decay),
+        attention=AttentionConfig(scheme=scheme, sink=sink, decay=decay, null_key=sink and scheme == "counters"),
         n_layers=n_layers,
         n_heads=2,
         d_model=16,
         d_head=8,
         d_mlp=32,
     )
-    model = HookedAdder(config, seed=1)
-    rng = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith(("W_Q", "W_K")):
-                weight.mul_(1.5)  # peaked attention
-            if name.rsplit(".", 1)[-1] in ("sink", "b_in", "b_out", "b_U"):
-                weight.copy_(torch.randn(weight.shape, generator=rng))
-    return model.eval()
+    return stirred(HookedAdder(config, seed=1))
 
 
 @pytest.fixture(scope="session")

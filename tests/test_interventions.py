@@ -8,6 +8,7 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import torch
+from stirred import stirred
 
 import interp.passes as passes
 from interp.decisions import score
@@ -50,22 +51,19 @@ def adder(scheme: str = "rotary2d", sink: bool = True, n_layers: int = 2) -> Hoo
     """Untrained, with peaked attention and no weight left at its initial zero. Leave it as you found it."""
     config = AdderConfig(
         task=TaskConfig(max_digits=MAX_DIGITS),
-        attention=AttentionConfig(scheme=scheme, sink=sink, decay=0.1 if scheme == "rotary2d" else 0.0),
+        attention=AttentionConfig(
+            scheme=scheme,
+            sink=sink,
+            null_key=sink and scheme == "counters",
+            decay=0.1 if scheme == "rotary2d" else 0.0,
+        ),
         n_layers=n_layers,
         n_heads=2,
         d_model=16,
         d_head=8,
         d_mlp=16,
     )
-    model = HookedAdder(config, seed=1)
-    rng = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith(("W_Q", "W_K")):
-                weight.mul_(1.5)
-            if name.rsplit(".", 1)[-1] in ("sink", "b_in", "b_out", "b_U"):
-                weight.copy_(torch.randn(weight.shape, generator=rng))
-    return model.eval()
+    return stirred(HookedAdder(config, seed=1))
 
 
 def interventions(*names: str, scope: Scope | None = None, seed: int = 0):
@@ -150,7 +148,7 @@ def boost_of(problem, factor=1):
 # No-ops
 
 
-@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none"])
+@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters"])
 def test_a_window_as_long_as_the_sequence_changes_no_bit(scheme):
     model = adder(scheme)
     longest = max(len(layout(problem)) for problem in PROBLEMS)
@@ -162,7 +160,7 @@ def test_a_window_as_long_as_the_sequence_changes_no_bit(scheme):
 
 
 @pytest.mark.parametrize("name", ["sink-boost=2log", *(name for kind, name in EXAMPLES.items() if kind not in NARROW)])
-@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none"])
+@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters"])
 def test_patches_change_no_bit_at_training_lengths(scheme, name):
     model = adder(scheme)
     trained = ((999, 999), (1, 999), (42, 7), (0, 0))
@@ -180,7 +178,7 @@ def test_a_boost_of_zero_changes_nothing():
 # Removing keys
 
 
-@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none"])
+@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters"])
 @pytest.mark.parametrize("sink", [True, False])
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("name", ["far", "window=2"])
@@ -245,7 +243,7 @@ def controlled(model, problems, seed=0):
     return out
 
 
-@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none"])
+@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters"])
 def test_streaming_attention_keeps_the_first_keys_and_the_last(scheme):
     model = adder(scheme, sink=False)
     (pattern,) = observe(model, PROBLEMS[:1], interventions("first-and-window=1,3"))
@@ -256,7 +254,7 @@ def test_streaming_attention_keeps_the_first_keys_and_the_last(scheme):
         assert pattern[:, :, query].sum(-1) == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none"])
+@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters"])
 def test_keep_near_is_far_without_the_separators(scheme):
     model = adder(scheme)
     far, near = (observe(model, PROBLEMS, interventions(name)) for name in ("far", "keep-near"))
@@ -670,7 +668,7 @@ def test_restored_distances_act_in_their_heads_alone():
         assert abs(here[0, 1] - before[0, 1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none"])
+@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters"])
 @pytest.mark.parametrize("most", [1, 4, 1000])
 def test_as_many_keys_as_in_training_are_the_nearest(scheme, most):
     model = adder(scheme, sink=False)
@@ -678,7 +676,7 @@ def test_as_many_keys_as_in_training_are_the_nearest(scheme, most):
         batch = model.task.encode([problem])
         vocab = model.task.vocabulary
         separator = ((batch.tokens == vocab.plus) | (batch.tokens == vocab.equals))[0].numpy()
-        at = batch.column[0].numpy() if scheme == "rotary2d" else np.arange(len(separator))
+        at = batch.column[0].numpy() if scheme in ("rotary2d", "counters") else np.arange(len(separator))
         for query in range(len(separator)):
             distance = {k: abs(int(at[query] - at[k])) for k in range(query + 1) if not separator[k]}
             ranked = sorted(distance.values())

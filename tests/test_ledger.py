@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from stirred import stirred
 
 import interp.passes as passes
 from interp.interventions import hooks_for, parse_intervention
@@ -27,6 +28,7 @@ KINDS = {
     "rotary2d": {"scheme": "rotary2d"},
     "rotary, no sink": {"scheme": "rotary", "sink": False},
     "left cut": {"scheme": "rotary2d", "chunk": 3, "cut": "left"},
+    "counters": {"scheme": "counters"},
     "right cut": {"scheme": "none", "chunk": 3, "cut": "right"},
 }
 
@@ -38,22 +40,19 @@ def adder(
     """Untrained; three digits in training, so that the problems above have far keys. Leave it as you found it."""
     config = AdderConfig(
         task=TaskConfig(chunk=chunk, cut=cut, max_digits=3),
-        attention=AttentionConfig(scheme=scheme, sink=sink, decay=0.1 if scheme == "rotary2d" else 0.0),
+        attention=AttentionConfig(
+            scheme=scheme,
+            sink=sink,
+            null_key=sink and scheme == "counters",
+            decay=0.1 if scheme == "rotary2d" else 0.0,
+        ),
         n_layers=LAYERS,
         n_heads=HEADS,
         d_model=16,
         d_head=8,
         d_mlp=16,
     )
-    model = HookedAdder(config, seed=1)
-    rng = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith(("W_Q", "W_K")):
-                weight.mul_(scale)
-            if name.rsplit(".", 1)[-1] in ("sink", "b_in", "b_out", "b_U"):
-                weight.copy_(torch.randn(weight.shape, generator=rng))
-    return model.eval()
+    return stirred(HookedAdder(config, seed=1), scale)
 
 
 def problems_for(model):
@@ -80,7 +79,7 @@ def classes_of(model, problem):
         columns += [*range(len(vocab.chunks(n))), 0]
         separator += [False] * len(vocab.chunks(n)) + [True]
     columns[-1], separator[-1] = len(vocab.chunks(sum(problem))), False  # the end is no separator
-    in_columns = model.config.attention.scheme == "rotary2d"
+    in_columns = model.config.attention.scheme in ("rotary2d", "counters")
     at = np.array(columns) if in_columns else np.arange(len(columns))
     limit = model.config.task.max_columns - 1 if in_columns else model.config.task.max_keys - 1
     distance = np.abs(at[:, None] - at[None, :])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from models.attention import Blocks, KeyValueCache
 from models.normalizers import softmax
 
-SCHEMES = pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none"])
+SCHEMES = pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters"])
 SINKS = pytest.mark.parametrize("sink", [True, False], ids=["sink", "no-sink"])
 SCORES, PATTERN, SINK = (f"blocks.1.attn.hook_{name}" for name in ("attn_scores", "pattern", "sink_scores"))
 HOOKS = [
@@ -68,10 +68,12 @@ def slow_forward(model, tokens, row, column):
         out = np.zeros_like(x)
         for head in range(model.config.n_heads):
             q, k, v = (normed @ w[f"attn.W_{name}"][head] for name in "QKV")
+            added = slow_counters(normed, w, head) if attention.scheme == "counters" else np.zeros([len(tokens)] * 2)
             for i in range(len(tokens)):
                 for j in range(i + 1):
                     gaps = {
                         "none": np.zeros(d_head // 2),
+                        "counters": np.zeros(d_head // 2),
                         "rotary": (i - j) * attention.rotary_base ** (-np.arange(d_head // 2) / (d_head // 2)),
                         "rotary2d": np.outer(
                             [row[i] - row[j], column[i] - column[j]],
@@ -81,9 +83,10 @@ def slow_forward(model, tokens, row, column):
                     as_complex = [u[: d_head // 2] + 1j * u[d_head // 2 :] for u in (q[i], k[j])]
                     product = (as_complex[0] * as_complex[1].conj() * np.exp(1j * gaps)).sum().real
                     fade = math.exp(-attention.decay * abs(column[i] - column[j]))
-                    layer_scores[head, i, j] = product / math.sqrt(d_head) * fade
+                    layer_scores[head, i, j] = product / math.sqrt(d_head) * fade + added[i, j]
                 mass = np.exp(layer_scores[head, i])
-                sink = math.exp(w["attn.sink"][head] + attention.sink_boost) if attention.sink else 0.0
+                null = q[i] @ w["attn.null_key"][head] / math.sqrt(d_head) if attention.null_key else None
+                sink = math.exp(w["attn.sink"][head] if null is None else null) if attention.sink else 0.0
                 layer_shares[head, i] = sink / (sink + mass.sum())
                 out[i] += (mass / (sink + mass.sum())) @ v @ w["attn.W_O"][head]
         x = x + out
@@ -93,6 +96,26 @@ def slow_forward(model, tokens, row, column):
         shares.append(layer_shares)
     normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
     return normed @ weights["unembed.W_U"] + weights["unembed.b_U"], scores, shares
+
+
+def slow_counters(normed, w, head):
+    """What one head's kernels add, ``[query, key]``, token by token."""
+    added = np.zeros([len(normed)] * 2)
+    for counter in range(w["attn.counters.kernel"].shape[1]):
+        kernel, fall = (w[f"attn.counters.{name}"][head, counter] for name in ("kernel", "fall"))
+        counts, now = [], 0.0
+        for x in normed:
+            gate, reset = (
+                1 / (1 + math.exp(-x @ w[f"attn.counters.{what}_weight"][head, counter] - bias))
+                for what in ("gate", "reset")
+                for bias in [w[f"attn.counters.{what}_bias"][head, counter]]
+            )
+            now = (1 - reset) * now + gate
+            counts.append(now)
+        apart = np.subtract.outer(counts, counts)
+        inside = np.interp(apart, np.arange(-8, 9), kernel)  # constant beyond
+        added += inside - np.log1p(np.exp(fall)) * np.maximum(abs(apart) - 8, 0)
+    return added
 
 
 @SCHEMES
@@ -310,31 +333,39 @@ def test_the_configured_boost_is_the_default(make_adder, batch):
 # Hooks
 
 
-def test_every_hook_is_listed_here(adder):
-    assert set(adder.hook_dict) == set(HOOKS)
+def test_every_hook_is_listed_here(make_adder):
+    assert set(make_adder().hook_dict) == set(HOOKS)
+    assert set(make_adder("counters").hook_dict) == set(COUNTED_HOOKS)
 
 
-@pytest.mark.parametrize("name", HOOKS)
-def test_an_edit_at_any_hook_changes_the_logits(adder, batch, name):
-    before = adder(batch.tokens)
-    after = adder.run_with_hooks(batch.tokens, fwd_hooks=[(name, lambda x, hook: 1.5 * x + 0.3)])
+COUNTER_HOOKS = [f"blocks.{layer}.attn.hook_{name}" for layer in (0, 1) for name in ("gate", "reset", "count")]
+COUNTED_HOOKS = [*(name for name in HOOKS if "hook_rot" not in name), *COUNTER_HOOKS]
+EVERY_HOOK = pytest.mark.parametrize(
+    ("scheme", "name"),
+    [*(("rotary2d", name) for name in HOOKS), *(("counters", name) for name in COUNTED_HOOKS)],
+)
+
+
+@EVERY_HOOK
+def test_an_edit_at_any_hook_changes_the_logits(make_adder, batch, scheme, name):
+    model = make_adder(scheme)
+    before = model(batch.tokens)
+    after = model.run_with_hooks(batch.tokens, fwd_hooks=[(name, lambda x, hook: 1.5 * x + 0.3)])
     assert after.isfinite().all()
     assert not torch.allclose(before[batch.mask], after[batch.mask], atol=1e-3)
-    assert torch.equal(adder(batch.tokens), before)
+    assert torch.equal(model(batch.tokens), before)
 
 
-@pytest.mark.parametrize(
-    "name",
-    HOOKS,
-)
-def test_an_edit_in_place_is_the_edit(adder, batch, name):
+@EVERY_HOOK
+def test_an_edit_in_place_is_the_edit(make_adder, batch, scheme, name):
     def in_place(x, hook):
         x.mul_(1.5).add_(0.3)
 
-    weights = {name: weight.clone() for name, weight in adder.state_dict().items()}
-    expected = adder.run_with_hooks(batch.tokens, fwd_hooks=[(name, lambda x, hook: 1.5 * x + 0.3)])
-    close(adder.run_with_hooks(batch.tokens, fwd_hooks=[(name, in_place)]), expected)
-    assert all(torch.equal(weight, weights[name]) for name, weight in adder.state_dict().items())
+    model = make_adder(scheme)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    expected = model.run_with_hooks(batch.tokens, fwd_hooks=[(name, lambda x, hook: 1.5 * x + 0.3)])
+    close(model.run_with_hooks(batch.tokens, fwd_hooks=[(name, in_place)]), expected)
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
 
 
 def test_an_edit_in_place_leaves_the_sink_parameter_alone(adder):
@@ -346,8 +377,10 @@ def test_an_edit_in_place_leaves_the_sink_parameter_alone(adder):
         adder.blocks[1].attn.sink.copy_(before)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "rot_q", "rot_k", "z", "result", "attn_scores", "pattern"])
-def test_an_edit_in_place_works_with_gradients_on(adder, batch, name):
+@pytest.mark.parametrize("name", ["q", "k", "v", "rot_q", "rot_k", "z", "result", "attn_scores", "pattern", "count"])
+def test_an_edit_in_place_works_with_gradients_on(make_adder, batch, name):
+    adder = make_adder("counters" if f"blocks.1.attn.hook_{name}" in COUNTER_HOOKS else "rotary2d")
+
     def in_place(x, hook):
         x[:, :, 1] = 0.25
 
@@ -407,7 +440,8 @@ def test_greedy_generation_is_the_argmax_of_full_passes(make_adder, scheme, sink
         model.unembed.b_U[pad] = -50.0
         tokens, mask = model.task.prompt(problems)
         last = model(tokens)[torch.arange(len(tokens)), mask.sum(1) - 1]
-        model.unembed.b_U[eos] += (last.amax(1) - last[:, eos]).median() + 0.01  # about half end at once
+        others = last.index_fill(1, torch.tensor([eos]), -torch.inf).amax(1)
+        model.unembed.b_U[eos] += (others - last[:, eos]).median() + 0.01  # about half end at once
         found = model.generate(*model.task.prompt(problems), max_new_tokens=7)
         for row, (a, b) in zip(found.tolist(), problems, strict=True):
             tokens, new = model.to_tokens(f"{a}+{b}="), []
