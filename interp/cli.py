@@ -41,6 +41,8 @@ INTERVENTION_FLAGS = {
     "far-zero": False,
     "drop-best-far": False,
     "mass-control": False,
+    "round-gates": True,
+    "jitter-gates": True,
     "random-control": False,
 }
 
@@ -288,6 +290,57 @@ def leak(
         ]
         rows: Any = found.to_frame().sort_values(["layer", "head", "lookup", "present", "digits"])[keep]
         _table(console, rows.to_dict("records"))
+
+    _emit(payload, as_json, show)
+
+
+@app.command()
+def counters(
+    checkpoint: Checkpoint,
+    digits: Digits = "120",
+    problems: Problems = 50,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """What each counter counts, how exactly, and how much attention rests on the null keys."""
+    (length,) = _lengths(digits, one=True)
+    _use_threads(threads)
+    from interp.counters import PAIRS, probe_counters
+    from interp.passes import describe_run
+
+    model = _load(checkpoint)
+    with _status() as tell:
+        tell(f"counting {problems} problems of {length} digits")
+        found = probe_counters(model, length, problems, seed=seed)
+    run = describe_run(model, model.task.evaluation_problems(length, problems, seed), seed)
+    payload = {"checkpoint": str(checkpoint), **found.to_json(), "run": run}
+
+    def show(console: Console) -> None:
+        rows = []
+        for probe in found.counters:
+            halves = [h for pair in PAIRS if (h := probe.half_column(pair)) is not None] if probe.counts_columns else []
+            rates = " ".join(f"{rate:.3f}" for rate in probe.per_digit)
+            rows.append(
+                {"counter": f"{probe.layer}.{probe.head}.{probe.counter}"}
+                | {
+                    name: f"{getattr(probe, name):.2f}"
+                    for name in ("column", "row", "position", "from_end", "shuffled")
+                }
+                | {"per digit, by row": rates, "column counter": "yes" if probe.counts_columns else "no"}
+                | {"half a column off at": min(halves, default=None)}
+                | {"kernel peak": probe.kernel_peak, "height": probe.kernel_height, "width": probe.kernel_width}
+            )
+        console.print(
+            f"{sum(p.counts_columns for p in found.counters)} of {len(found.counters)} counters follow the column, "
+            f"{sum(p.one_a_digit for p in found.counters)} of them at one a digit in every row; correlations:"
+        )
+        _table(console, rows)
+        console.print("\nmean share of the null key and of the first token, in training and now")
+        _table(
+            console,
+            [{k: f"{v:.3f}" if isinstance(v, float) else v for k, v in n.to_json().items()} for n in found.null_keys],
+        )
 
     _emit(payload, as_json, show)
 

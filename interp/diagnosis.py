@@ -6,6 +6,8 @@ compares the ledger at a training length with the ledger at the failing length, 
 =============  ========================================================  ==========================================
 cause          the edit that must repair the wrong decisions             what it says
 =============  ========================================================  ==========================================
+miscounting    round-gates: the gates of the column counters, or of all  counters drift apart between the rows, and
+               counters and their resets, are rounded to 0 or 1          exact ones would not
 aliasing       drop-best-far=K: the few best far keys are removed        a few far keys score like a target
 drift          restore-far: far keys' scores are lowered to the highest  scores at untrained distances left the
                at the edge of the trained distances; or                  range that training constrained
@@ -21,9 +23,10 @@ starvation     restore-sink: the sink's score is lowered to what         the sin
 
 They are tried in this order, the more specific first, restored distances last. The cause is *proved* when its edit
 leaves under 1% of at least 10 wrong decisions and both matched controls, as many random keys removed and random keys
-with as much attention, leave more than 10%: they may not leave few, for where the crowd is nearly everything, random
-keys are the crowd thinned. Where no edit does so, the one that leaves least names the cause if that is under 10%, and
-nothing is proved. The heads are found by the same edit, in one head alone and in all but that head.
+with as much attention (for rounded gates: gates moved as far at random), leave more than 10%: they may not leave few,
+for where the crowd is nearly everything, random keys are the crowd thinned. Where no edit does so, the one that leaves
+least names the cause if that is under 10%, and nothing is proved. The heads are found by the same edit, in one head
+alone and in all but that head.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from interp.counters import PAIRS, has_counters, probe_counters
 from interp.decisions import Reach, Score, reach, score
 from interp.interventions import (
     Edit,
@@ -50,7 +54,7 @@ from interp.interventions import (
 from interp.leak import majority_gap
 from interp.ledger import CLASSES, Ledger, build_ledger
 from interp.roles import Roles, head_roles
-from models.addition import LOOKUPS, STATES, Problem
+from models.addition import LOOKUPS, STATES, Problem, decimal_string
 from models.transformer import HookedAdder
 
 HEALTHY = 0.99  # share of problems exact from which there is no failure to explain (the study's own bar, C2)
@@ -67,6 +71,7 @@ PARTLY = 0.25  # mean share on a lookup's target from which a head has a part in
 SINK_STEPS = (1, 2, 4, 8)  # by how much the sink is lowered in search of starvation, the smallest that repairs
 HEAD_MATTERS = 0.1  # share of the wrong decisions that an edit must repair in one head, or miss without it
 LEDGER_LINES = 2  # lookups shown of the head that matters most: those whose target lost most
+COUNT_PROBLEMS = 20  # behind what is said of counters
 HEAD_PROBLEMS = 16  # failing problems that the head-by-head test runs on
 
 
@@ -276,7 +281,8 @@ class _Investigation:
         found = self._cause(candidates)
         head_trials = self._head_trials(found) if found is not None else ()
         heads = tuple(t.head for t in sorted(head_trials, key=lambda t: -t.repaired_alone) if t.matters)
-        evidence = [self.failure(), self._where(), *self._trial_lines(candidates), *self._ledger_lines(heads)]
+        evidence = [self.failure(), self._where(), *self._trial_lines(candidates), *self._counter_lines()]
+        evidence += self._ledger_lines(heads)
         evidence += [
             f"head {t.head[0]}.{t.head[1]}: the edit there alone repairs {t.repaired_alone:.0%}, "
             f"in all other heads it leaves {t.left_without:.0%}"
@@ -292,6 +298,11 @@ class _Investigation:
         """Causes with the edit that each predicts to repair, the more specific first."""
         ceiling = self._ceiling()
         candidates: list[tuple[str, Edit]] = []
+        counting = []
+        if has_counters(self.model):
+            for which in ("column", "all"):
+                edit, control = (Intervention(f"{what}-gates", which, seed=self.seed) for what in ("round", "jitter"))
+                counting.append(_Candidate("miscounting", edit, (control,)))
         few = [number for number in FEW_KEYS if self._far_keys() >= CROWD * number]
         candidates += [("aliasing", Intervention("drop-best-far", str(number))) for number in few]
         if self._far_keys() >= 1:
@@ -303,7 +314,7 @@ class _Investigation:
             highest = np.maximum.reduce([view.sink.max(-1) for view in self.trained.lookups.values()])
             candidates.append(("starvation", RestoreSink(torch.from_numpy(highest))))
             candidates += [("starvation", Intervention("sink-boost", str(-step))) for step in SINK_STEPS]
-        found = [_Candidate(cause, edit, self.controls) for cause, edit in candidates]
+        found = [*counting, *(_Candidate(cause, edit, self.controls) for cause, edit in candidates)]
         if RestoreDistances.applies(self.model):
             below = RestoreDistances.columns(self.model)
             found.append(_Candidate("drift", RestoreDistances(), (RestoreDistances(count=False),), below))
@@ -408,6 +419,25 @@ class _Investigation:
                     f"{proof.edit} leaves {proof.left}, {proof.control} {proof.control_left}"
                 )
         return lines
+
+    def _counter_lines(self) -> list[str]:
+        """Where the counts of two rows come half a column apart, as the training length predicts and as it is."""
+        if not has_counters(self.model):
+            return []
+        digits = max(len(decimal_string(max(problem))) for problem in self.problems)
+        lengths = (self.model.config.task.max_digits, digits)
+        before, now = (probe_counters(self.model, n, COUNT_PROBLEMS, seed=self.seed).counters for n in lengths)
+        of = [i for i, probe in enumerate(before) if probe.counts_columns]
+        if not of:
+            return [f"none of {len(before)} counters follows the column"]
+        predicted = min(before[i].predicted_half_column(pair) for i in of for pair in PAIRS)
+        actual = [half for i in of for pair in PAIRS if (half := now[i].half_column(pair)) is not None]
+        exact = sum(before[i].one_a_digit for i in of)
+        return [
+            f"{len(of)} of {len(before)} counters follow the column, {exact} at one a digit; by their rates in "
+            f"training the first would be half a column apart between two rows at column {predicted:.0f}, and "
+            + (f"is at column {min(actual)}" if actual else f"none is within {digits} digits")
+        ]
 
     def _ledger_lines(self, heads: tuple[Head, ...]) -> list[str]:
         """The head that matters most, at training length and at this one, where something or nothing is to be found."""

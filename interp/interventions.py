@@ -15,6 +15,9 @@ far-zero           zeroes the weights of far keys after the softmax, without ren
 drop-best-far=K    removes the K far keys with the highest scores, per head and query (1 if no K is given)
 mass-control       removes random keys per query and head until they had as much attention as the far keys had,
                    targets of any lookup spared
+round-gates=WHICH  rounds gates of counters to 0 or 1: ``column``, those of the column counters
+                   (:mod:`interp.counters`); ``all``, those of every counter, and its resets
+jitter-gates=WHICH moves the same gates by as much, each up or down at random: the control for rounding
 random-control     removes as many random keys per query as ``far`` would, targets of any lookup spared; with ``=K``,
                    at most K
 =================  ==================================================================================================
@@ -469,6 +472,49 @@ def _boost(intervention: Intervention, seen: Tensor, n_train: int) -> Float[Tens
     return torch.full(seen.shape, _number(intervention.kind, value))
 
 
+def _on_gates(change: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """Hooks that change rates ``[batch, pos, head, counter]``, given a random sign for each."""
+
+    def hooks(model: HookedAdder, partition: Partition, intervention: Intervention) -> list[Hook]:
+        from interp.counters import column_counters, has_counters  # which runs models under interventions
+
+        if not has_counters(model):
+            raise InterventionError(f"{intervention.kind} needs a model with counters, and this one has none")
+        every = intervention.value == "all"
+        shape = (model.cfg.n_layers, model.cfg.n_heads, model.config.attention.n_counters)
+        which = torch.ones(shape, dtype=torch.bool) if every else column_counters(model)
+        which = which & intervention.scope.mask(model)[:, :, None]
+
+        def edit(rates: Tensor, hook: HookPoint) -> Tensor:
+            layer = hook.layer()
+            signs = _signs(partition.batch, f"{intervention.kind} {hook.name}", rates.shape[2:], intervention.seed)
+            return torch.where(which[layer], change(rates, signs.to(rates.dtype)), rates)
+
+        kinds = ("gate", "reset") if every else ("gate",)
+        layers = _layers(which.any(-1))
+        return [(f"blocks.{layer}.attn.hook_{kind}", edit) for layer in layers for kind in kinds]
+
+    return hooks
+
+
+def _signs(batch: Batch, stream: str, shape: Sequence[int], seed: int) -> Float[Tensor, "batch pos *shape"]:
+    """1 or -1 at random, a function of the sequence alone and not of its batch."""
+    signs = torch.ones(*batch.tokens.shape, *shape)
+    for i, tokens in enumerate(batch.tokens):
+        own = tokens[batch.mask[i]].numpy()
+        rng = generator(seed, f"{stream} {zlib.crc32(own.tobytes())}", 0)
+        signs[i, : len(own)] = torch.from_numpy(rng.choice([-1.0, 1.0], size=(len(own), *shape))).float()
+    return signs
+
+
+def _rounded(rates: Tensor, signs: Tensor) -> Tensor:
+    return rates.round()
+
+
+def _jittered(rates: Tensor, signs: Tensor) -> Tensor:
+    return (rates + signs * (rates.round() - rates).abs()).clamp(0, 1)
+
+
 def _layers(scope: Bool[Tensor, "layer head"]) -> Iterable[int]:
     return torch.nonzero(scope.any(1)).flatten().tolist()
 
@@ -476,6 +522,11 @@ def _layers(scope: Bool[Tensor, "layer head"]) -> Iterable[int]:
 def _no_value(kind: str, value: str | None) -> None:
     if value is not None:
         raise InterventionError(f"{kind} takes no value, got {value[:60]!r}")
+
+
+def _which_counters(kind: str, value: str | None) -> None:
+    if value not in ("column", "all"):
+        raise InterventionError(f"{kind} must be 'column' or 'all', got {_shown(value)}")
 
 
 def _window(kind: str, value: str | None) -> int:
@@ -530,6 +581,8 @@ _KINDS: dict[str, _Kind] = {
     "far-zero": _Kind(_no_value, _far_zero),
     "drop-best-far": _Kind(_count, _drop_best_far, every_key=True),
     "mass-control": _Kind(_no_value, _mass_control, every_key=True),
+    "round-gates": _Kind(_which_counters, _on_gates(_rounded)),
+    "jitter-gates": _Kind(_which_counters, _on_gates(_jittered)),
     "random-control": _Kind(_count, _removal(_random_control), every_key=True),
 }
 NAMES = tuple(_KINDS)
