@@ -39,6 +39,8 @@ EXAMPLES = {
     "far-zero": "far-zero",
     "drop-best-far": "drop-best-far=2",
     "mass-control": "mass-control",
+    "round-gates": "round-gates=column",
+    "jitter-gates": "jitter-gates=all",
     "random-control": "random-control",
 }
 
@@ -491,7 +493,8 @@ def test_hooks_come_in_the_order_given():
 @pytest.mark.parametrize("block", [64, 5])
 def test_no_mass_above_the_diagonal_and_no_nan(monkeypatch, name, block):
     monkeypatch.setattr(passes, "_BLOCK", block)
-    for problem, pattern in zip(PROBLEMS, observe(adder(), PROBLEMS, interventions(EXAMPLES[name])), strict=True):
+    model = adder("counters") if "gates" in name else adder()
+    for problem, pattern in zip(PROBLEMS, observe(model, PROBLEMS, interventions(EXAMPLES[name])), strict=True):
         assert (pattern[..., ~causal(problem)] == 0).all()
         assert np.isfinite(pattern).all()
         assert (pattern.sum(-1) <= 1 + 1e-6).all()
@@ -500,10 +503,11 @@ def test_no_mass_above_the_diagonal_and_no_nan(monkeypatch, name, block):
 
 @pytest.mark.parametrize("name", EXAMPLES.values())
 def test_interventions_do_not_depend_on_the_block(monkeypatch, name):
-    whole = logits(adder(), PROBLEMS, interventions(name))
+    model = adder("counters") if "gates" in name else adder()
+    whole = logits(model, PROBLEMS, interventions(name))
     monkeypatch.setattr(passes, "_BLOCK", 5)
     monkeypatch.setattr(passes, "_SCORE_BYTES", 1)
-    for x, y in zip(whole, logits(adder(), PROBLEMS, interventions(name)), strict=True):
+    for x, y in zip(whole, logits(model, PROBLEMS, interventions(name)), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
