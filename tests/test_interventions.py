@@ -45,7 +45,7 @@ EXAMPLES = {
 }
 
 
-NARROW = ("window", "first-and-window", "keep-near")  # these remove keys at training lengths too
+NARROW = ("window", "first-and-window", "keep-near", "round-gates", "jitter-gates")  # these act at training lengths too
 
 
 @cache
