@@ -145,6 +145,7 @@ RECIPES: dict[str, Recipe] = {
             "gates driven to 0 or 1 by a penalty, then pressure on random keys; exact at evaluation",
             {"exact_counters": 2, "kernel_beyond": "constant"},
             steps=7000,
+            micro_batches=4,
             learning_rate=1.5e-3,
             cooldown=0.6,
             gate_penalty=1.0,
