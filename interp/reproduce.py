@@ -10,6 +10,8 @@ a token; here they are asked of the one-digit models that dilute.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -18,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from interp.counters import HALF, NULL_HEAD, PAIRS, CounterProbe, Counting, probe_counters
 from interp.decisions import Score, score
 from interp.diagnosis import head_trials
 from interp.interventions import parse_intervention
@@ -41,11 +44,22 @@ SINK_BELOW = 3.0  # highest median sink score that counts as near 0 (the study's
 TIMES_SINK = 10.0  # how many times its sink's score a lookup's target must score
 CLIFF = (2, 6)  # times the longest training length, between which the cliff counts as at about four times
 PATCH_MOVES = 0.1  # change of the share of exact problems from which a patch repairs or starves
+KERNELS_PEAK = 0.5  # share of column counters whose kernels peak at a whole lookup, from which they are for lookups
+NULL_UNCHANGED = 0.1  # by how much a null key's mean share may move from training to 120 digits and be unchanged
+MOST = 0.5  # share of those asked from which most do
+HALF_AGREES = 2.0  # factor within which a computed column and the measured one agree
+ASKED = 0.05  # difference of rates that training at 10 digits asks to stay below: half a column after 10 digits
 
 BASELINE = ("1digit-rotary-seed0",)
 DILUTING = tuple(f"1digit-rotary2d-seed{seed}" for seed in range(3))
 PRESSED = tuple(f"1digit-rotary2d-pressure-seed{seed}" for seed in range(3))
+COUNTING = tuple(f"1digit-counters-seed{seed}" for seed in range(3))
+EXACT_COUNTING = tuple(f"1digit-counters-exact-seed{seed}" for seed in range(3))
+SWITCHED = tuple(f"1digit-counters-switched-seed{seed}" for seed in range(3))
+HALF_EXACT = ("1digit-counters-exact-soft-seed0",)
+LOOKUP_PEAKS = (-1, 0, 1)  # the same count, and one to either side
 LEDGER_PROBLEMS = 20
+COUNTED = 30  # problems behind counter probes
 HEAD_PROBLEMS = 10
 PATCHES = ("window=10", "sink-boost=log", "sink-boost=2log")
 
@@ -83,6 +97,7 @@ class Subject:
         self.name = folder.name
         self.model: HookedAdder = load_checkpoint(folder)
         self._scores: dict[tuple[int, int, str], Score] = {}
+        self._counted: dict[int, Counting] = {}
 
     @property
     def seed(self) -> str:
@@ -113,6 +128,16 @@ class Subject:
     @cached_property
     def roles(self) -> tuple[Role, ...]:
         return head_roles(self.trained, self.longer).roles
+
+    def counting(self, digits: int) -> Counting:
+        if digits not in self._counted:
+            self._counted[digits] = probe_counters(self.model, digits, COUNTED)
+        return self._counted[digits]
+
+    def column_counters(self, digits: int) -> list[CounterProbe]:
+        """Of the counters that follow the column in training, what they do at this length."""
+        trained = self.counting(self.model.config.task.max_digits).counters
+        return [p for p, then in zip(self.counting(digits).counters, trained, strict=True) if then.counts_columns]
 
     def performing(self) -> list[Role]:
         """Heads that perform a lookup at training length."""
@@ -232,6 +257,115 @@ def _c7(subjects: Sequence[Subject], problems: int) -> tuple[str, list[bool]]:
     ]
 
 
+def _c10(subjects: Sequence[Subject], problems: int) -> tuple[str, list[bool]]:
+    followers = [s.column_counters(s.model.config.task.max_digits) for s in subjects]
+    of = len(subjects[0].counting(subjects[0].model.config.task.max_digits).counters)
+    peaks = Counter(p.kernel_peak for found in followers for p in found)
+    shown = ", ".join(f"{peak:+d} in {n}" if peak else f"0 in {n}" for peak, n in peaks.most_common(4))
+    exact = [sum(p.one_a_digit for p in found) for found in followers]
+    ours = (
+        f"{_counts([len(found) for found in followers])} of {of} counters each, {_counts(exact)} of them within 5% of "
+        f"one a digit in every row; their kernels peak at query less key {shown}"
+    )
+    at_lookups = sum(n for peak, n in peaks.items() if peak in LOOKUP_PEAKS)
+    return ours, [all(followers), min(exact) > 0, at_lookups >= KERNELS_PEAK * max(1, sum(peaks.values()))]
+
+
+def _c11(subjects: Sequence[Subject], problems: int) -> tuple[str, list[bool]]:
+    nulls = [s.counting(120).null_keys for s in subjects]
+    resting = [[null for null in found if null.rests_there] for found in nulls]
+    steady = [sum(abs(n.share - n.share_trained) <= NULL_UNCHANGED for n in found) for found in resting]
+    first = max(null.first_token_trained for found in nulls for null in found)
+    ours = (
+        f"{_counts([len(found) for found in resting])} of {len(nulls[0])} heads each; within {NULL_UNCHANGED:g} of it "
+        f"at 120 digits {_counts(steady)}; highest mean share of the first token {first:.2f}"
+    )
+    most = all(n >= MOST * len(found) for n, found in zip(steady, resting, strict=True))
+    return ours, [all(resting), most, first < NULL_HEAD]
+
+
+def _c12(subjects: Sequence[Subject], problems: int) -> tuple[str, list[bool]]:
+    lengths = (10, 25, 40, 60, 200)
+    exact = {n: [s.score(n, problems).exact for s in subjects] for n in lengths}
+    ours = "; ".join(f"{n} digits {_shares(found)}" for n, found in exact.items())
+    return ours, [min(exact[10]) >= EXACT, min(exact[25]) >= EXACT, max(exact[40]) >= FAILS, max(exact[200]) < FAILS]
+
+
+def _c13(subjects: Sequence[Subject], problems: int) -> tuple[str, list[bool]]:
+    parts, extended = [], []
+    for subject in subjects:
+        plain, *rounded = (
+            [subject.score(n, problems, edit).exact for n in (25, 40, 60)]
+            for edit in ("", "round-gates=column", "round-gates=all")
+        )
+        cells = [f"{_shares(plain)}", *(f"{_shares(found)}" for found in rounded)]
+        parts.append(f"seed {subject.seed}: {cells[0]} -> {cells[1]}, all gates and resets {cells[2]}")
+        extended.append(any(after >= was + PATCH_MOVES for was, after in zip(plain, rounded[0], strict=True)))
+    return "at 25 / 40 / 60 digits, " + "; ".join(parts), [any(extended), sum(extended) >= MOST * len(subjects)]
+
+
+def _c14(subjects: Sequence[Subject], problems: int) -> tuple[str, list[bool]]:
+    parts, agree, rates = [], [], []
+    for subject in subjects:
+        trained = subject.column_counters(subject.model.config.task.max_digits)
+        longer = subject.column_counters(100)
+        pairs = [
+            (p.predicted_half_column(pair), now.half_column(pair))
+            for p, now in zip(trained, longer, strict=True)
+            for pair in PAIRS
+        ]
+        rates.append(float(np.median([HALF / predicted for predicted, _ in pairs])) if pairs else math.nan)
+        reached = [(predicted, actual) for predicted, actual in pairs if actual is not None]
+        close = [1 / HALF_AGREES <= (actual + 1) / predicted <= HALF_AGREES for predicted, actual in reached]
+        agree.append(sum(close) >= MOST * len(close) if close else False)
+        parts.append(
+            f"seed {subject.seed}: rates differ by {rates[-1]:.1%} in the median; {len(reached)} of {len(pairs)} pairs "
+            f"come half a column apart within 100 digits, {sum(close)} where computed but for a factor {HALF_AGREES:g}"
+        )
+    beside = [[_beside(s, n) for s in subjects] for n in (10, 60)]
+    ours = "; ".join(parts) + f"; highest mean share of the +-1 column {_shares(beside[0])} at 10 digits, "
+    ours += f"{_shares(beside[1])} at 60"
+    return ours, [all(rate <= ASKED for rate in rates), any(agree), all(b > a for a, b in zip(*beside, strict=True))]
+
+
+def _beside(subject: Subject, digits: int) -> float:
+    """Mean share of the keys beside the target, in the head and lookup that had most on its target in training."""
+    views, now = subject.trained.lookups, subject.ledger(digits).lookups
+    found = [
+        float(now[str(role.lookup), True].beside_share[role.head].mean())
+        for role in subject.performing()
+        if (str(role.lookup), True) in views
+    ]
+    return max(found, default=math.nan)
+
+
+def _c15(subjects: Sequence[Subject], problems: int) -> tuple[str, list[bool]]:
+    switched, mixed = _named(subjects, SWITCHED), _named(subjects, HALF_EXACT)
+    trained = [s.score(10, problems).exact for s in switched]
+    reached = [s.score(40, problems).exact for s in (*switched, *mixed)]
+    counts = {True: 0, False: 0}
+    for subject in mixed:
+        exact = subject.model.config.attention.exact_counters
+        for probe in subject.column_counters(subject.model.config.task.max_digits):
+            counts[probe.counter < exact] += 1
+    ours = (
+        f"switched: {_shares(trained)} at 10 digits, {_shares(reached[:-1])} at 40; one exact and one soft from the "
+        f"start: {sum(counts.values())} column counters, {counts[True]} of them exact, {reached[-1]:.2f} at 40"
+    )
+    broken = sum(share < FAILS for share in trained)
+    return ours, [broken >= MOST * len(switched), counts[True] == 0 < counts[False], reached[-1] < FAILS]
+
+
+def _c17(subjects: Sequence[Subject], problems: int) -> tuple[str, list[bool]]:
+    exact = {n: [s.score(n, k).exact for s in subjects] for n, k in ((40, problems), (200, problems), (1000, 5))}
+    hard = [s.score(200, 0).exact for s in subjects]
+    ours = (
+        "; ".join(f"{n} digits {_shares(found)}" for n, found in exact.items())
+        + f"; hard carries at 200 {_shares(hard)}"
+    )
+    return ours, [min(exact[200]) >= EXACT and min(hard) >= EXACT, min(exact[1000]) >= EXACT]
+
+
 def _c16(subjects: Sequence[Subject], problems: int) -> tuple[str, list[bool]]:
     (subject,) = subjects
     trained = subject.model.config.task.max_digits
@@ -298,11 +432,65 @@ CLAIMS: dict[str, Claim] = {
             _c7,
         ),
         Claim(
+            "C10",
+            "counters that follow the position in their own number with correlation above .9, many at one count a "
+            "digit, kernels peaking at the same and the next column",
+            "13 / 11 / 6",
+            COUNTING,
+            _c10,
+        ),
+        Claim(
+            "C11",
+            "heads with over 30% on the null key, most unchanged from training to 120 digits; none rests on the first "
+            "token",
+            "18 / 18 / 21",
+            COUNTING,
+            _c11,
+        ),
+        Claim(
+            "C12",
+            "counters are exact in training and nearly so at 25 digits, less at 40 and 60, and fail at 200",
+            "1.00 x3; .99 / .99 / .95; .93 / .92 / .24; .74 / .69 / 0; 0",
+            COUNTING,
+            _c12,
+        ),
+        Claim(
+            "C13",
+            "rounding the column counters' gates at evaluation extends reach, on the seeds that use them",
+            "seeds 0 and 1 yes, 2 unchanged",
+            COUNTING,
+            _c13,
+        ),
+        Claim(
+            "C14",
+            "a difference of e a digit between the rows' rates is half a column after 1 / (2 e) digits, and the heads "
+            "then read the neighbouring digit; training at 10 digits asks for about 5%",
+            "computed",
+            COUNTING,
+            _c14,
+        ),
+        Claim(
+            "C15",
+            "switching to exact gates after training breaks most seeds; of one exact and one soft counter a head, the "
+            "soft ones count",
+            "2 of 3 to reach 0; 12 counters, 0 exact; .39 at 40",
+            (*SWITCHED, *HALF_EXACT),
+            _c15,
+        ),
+        Claim(
             "C16",
             "adding 20-40 digit problems to training moves the cliff to about four times the longest training length",
             "40 -> 160",
             ("1digit-rotary-long-seed0",),
             _c16,
+        ),
+        Claim(
+            "C17",
+            "open in the study: counters driven from soft to exact, with no soft path left, reach lengths that soft "
+            "ones do not",
+            "unsolved",
+            EXACT_COUNTING,
+            _c17,
         ),
     )
 }

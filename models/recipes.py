@@ -17,6 +17,9 @@ class Recipe(Frozen):
     gradients are clipped to norm ``clip``; weight decay acts on weight matrices alone, not on embeddings, biases,
     sinks, null keys, gates or kernels.
 
+    ``kernel_rate``
+        Learning rate of the kernels of counts, as a multiple of the others'. Adam moves a weight by at most about the
+        learning rate a step, and a kernel has to grow to the size of a score, not of a weight.
     ``sink_pressure``
         B: in training a boost drawn from ``U(0, B)``, one draw per sequence, is added to every sink score, so that each
         lookup has to outbid a crowd of ``e**B`` keys. The model is evaluated with the boost in its configuration.
@@ -46,6 +49,7 @@ class Recipe(Frozen):
     weight_decay: float = Field(default=0.1, ge=0)
     warmup: int = Field(default=100, ge=0)
     clip: float = Field(default=1.0, gt=0)
+    kernel_rate: float = Field(default=1.0, gt=0)
     cooldown: float | None = Field(default=None, ge=0, lt=1)
     sink_pressure: float = Field(default=0.0, ge=0)
     key_pressure: float = Field(default=0.0, ge=0)
@@ -77,7 +81,7 @@ def _counters(name: str, about: str, attention: dict[str, Any], **changes: Any) 
         name=name,
         about=about,
         model=AdderConfig(attention=AttentionConfig(scheme="counters", null_key=True, **attention)),
-        **{"steps": 2000, "batch": 128, **changes},
+        **{"steps": 2000, "batch": 128, "micro_batches": 4, "kernel_rate": 10.0, **changes},
     )
 
 
@@ -145,7 +149,6 @@ RECIPES: dict[str, Recipe] = {
             "gates driven to 0 or 1 by a penalty, then pressure on random keys; exact at evaluation",
             {"exact_counters": 2, "kernel_beyond": "constant"},
             steps=7000,
-            micro_batches=4,
             learning_rate=1.5e-3,
             cooldown=0.6,
             gate_penalty=1.0,

@@ -124,7 +124,7 @@ class Trainer:
     def _train_step(self, step: int) -> float:
         recipe = self.recipe
         for group in self.optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * schedule(step, recipe)
+            group["lr"] = recipe.learning_rate * group["rate"] * schedule(step, recipe)
         task = self.model.task
         problems = sorted(task.training_problems(self.seed, step, recipe.batch), key=_tokens_needed)
         size = recipe.batch // recipe.micro_batches
@@ -304,14 +304,21 @@ def schedule(step: int, recipe: Recipe) -> float:
 
 
 def _optimizer(model: HookedAdder, recipe: Recipe) -> torch.optim.AdamW:
-    named = list(model.named_parameters())
-    decayed = [weight for name, weight in named if ".W_" in name and not name.endswith("W_E")]
-    others = [weight for name, weight in named if not (".W_" in name and not name.endswith("W_E"))]
-    groups = [
-        {"params": decayed, "weight_decay": recipe.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas, fused=True)
+    """Groups: weights that decay, those that do not, kernels of counts. ``rate``: a multiple of the learning rate."""
+    groups: dict[str, dict[str, Any]] = {
+        "decayed": {"params": [], "weight_decay": recipe.weight_decay, "rate": 1.0},
+        "others": {"params": [], "weight_decay": 0.0, "rate": 1.0},
+        "kernels": {"params": [], "weight_decay": 0.0, "rate": recipe.kernel_rate},
+    }
+    for name, weight in model.named_parameters():
+        kind = "kernels" if ".counters.kernel" in name else "decayed" if _decays(name) else "others"
+        groups[kind]["params"].append(weight)
+    used = [group for group in groups.values() if group["params"]]
+    return torch.optim.AdamW(used, lr=recipe.learning_rate, betas=recipe.betas, fused=True)
+
+
+def _decays(name: str) -> bool:
+    return ".W_" in name and not name.endswith("W_E")
 
 
 def _tokens_needed(problem: Problem) -> int:
