@@ -292,7 +292,7 @@ def ramp(done: float, between: tuple[float, float]) -> float:
     start, full = between
     if done >= full:
         return 1.0
-    return max(0.0, (done - start) / (full - start))
+    return 0.0 if done <= start else (done - start) / (full - start)
 
 
 def schedule(step: int, recipe: Recipe) -> float:

@@ -83,5 +83,5 @@ def test_bad_input_is_one_line(capsys, arguments):
 
 
 def test_every_claim_names_the_checkpoints_it_needs():
-    assert list(CLAIMS) == ["C1", "C2", "C3", "C4", "C5", "C6", "C7", "C16"]
+    assert list(CLAIMS) == [f"C{i}" for i in range(1, 18) if i not in (8, 9)]
     assert all(claim.needs and claim.id == name for name, claim in CLAIMS.items())

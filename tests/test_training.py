@@ -316,3 +316,116 @@ def test_in_distribution_accuracy_counts_whole_problems(tmp_path):
     right[~batch.decisions] = 0.0  # what is no decision does not count
     trainer.model.forward = lambda tokens, mask: right
     assert trainer.in_distribution_accuracy() == pytest.approx(14 / 16)
+
+
+# Counters: penalty, pressure on keys, exact gates
+
+
+def counted(**changes) -> Recipe:
+    attention = AttentionConfig(scheme="counters", null_key=True, exact_counters=2)
+    model = AdderConfig(attention=attention, n_layers=2, n_heads=2, d_model=16, d_head=8, d_mlp=32)
+    base = Recipe(name="counted", about="a test", model=model, steps=STEPS, batch=8, warmup=3, exact_from=1.0)
+    return Recipe.model_validate(base.model_dump() | {"precision": "float32"} | changes)
+
+
+def test_a_ramp_rises_linearly_between_two_shares_of_training():
+    found = [training.ramp(done, (0.2, 0.6)) for done in (0, 0.2, 0.3, 0.4, 0.6, 1)]
+    assert found == pytest.approx([0, 0, 0.25, 0.5, 1, 1])
+    assert [training.ramp(done, (0.0, 0.0)) for done in (0, 0.5)] == [1, 1]
+    assert [training.ramp(done, (0.5, 0.5)) for done in (0.4, 0.5)] == [0, 1]
+
+
+def test_a_cooldown_holds_the_rate_and_then_lowers_it_linearly():
+    recipe = counted(steps=100, warmup=10, cooldown=0.6)
+    rates = np.array([schedule(step, recipe) for step in range(101)])
+    np.testing.assert_allclose(rates[9:61], 1)
+    np.testing.assert_allclose(rates[60:], 1 - 0.97 * np.arange(41) / 40, atol=1e-12)
+
+
+def test_the_penalty_is_the_mean_of_rate_times_one_minus_rate(tmp_path):
+    """The gradient of the penalised loss less that of the plain one is the penalty's, by another route."""
+    grads = {}
+    for weight in (0.0, 2.0):
+        trainer = Trainer(counted(gate_penalty=weight, micro_batches=1), 3, tmp_path / str(weight))
+        trainer.recipe = trainer.recipe.model_copy(update={"clip": 1e9})
+        trainer._train_step(0)
+        grads[weight] = trainer.model.blocks[0].attn.counters.gate_bias.grad.clone()
+    trainer = Trainer(counted(), 3, tmp_path / "other")
+    task, model = trainer.model.task, trainer.model
+    model.train()
+    trainer._round_counters(False)
+    batch = task.encode(sorted(task.training_problems(3, 0, 8), key=training._tokens_needed))
+    kept = []
+    names = [f"blocks.{layer}.attn.hook_{kind}" for layer in range(2) for kind in ("gate", "reset")]
+    model.run_with_hooks(batch.tokens, batch.mask, fwd_hooks=[(name, lambda x, hook: kept.append(x)) for name in names])
+    gates, resets = (torch.stack(kept[i::2])[:, batch.mask] for i in (0, 1))
+    penalty = (gates * (1 - gates)).mean() + (resets * (1 - resets)).mean()
+    (expected,) = torch.autograd.grad(2.0 * penalty, model.blocks[0].attn.counters.gate_bias)
+    torch.testing.assert_close(grads[2.0] - grads[0.0], expected, rtol=1e-3, atol=1e-7)
+
+
+def test_key_pressure_boosts_some_keys_in_all_heads(tmp_path):
+    trainer = Trainer(counted(key_pressure=6.0, key_pressure_rate=0.25), 3, tmp_path)
+    part = trainer.model.task.encode(trainer.model.task.training_problems(3, 0, 64))
+    hooks = trainer._key_pressure(np.random.default_rng(0), part, 0.5)
+    assert [name for name, _ in hooks] == [f"blocks.{layer}.attn.hook_attn_scores" for layer in range(2)]
+    batch, keys = part.tokens.shape
+    boosts = [hook(torch.zeros(batch, 2, 3, keys), None) for _, hook in hooks]
+    for boost in boosts:
+        assert torch.equal(boost, boost[:, :1, :1].expand_as(boost))  # one draw a layer and sequence
+        hit = boost[boost > 0]
+        assert hit.max() <= 3.0  # half of the pressure, by the ramp
+        assert (boost > 0).double().mean().item() == pytest.approx(0.25, abs=0.03)
+        assert hit.mean().item() == pytest.approx(1.5, abs=0.1)
+    assert not torch.equal(*boosts)
+
+
+def test_exact_counters_are_exact_when_the_recipe_says(tmp_path):
+    trainer = Trainer(counted(exact_from=0.5), 3, tmp_path)
+    seen = []
+    trainer.progress = lambda *_: seen.append(trainer.model.blocks[1].attn.counters.exact)
+    trainer.run()
+    whole = [2 if step >= STEPS / 2 else 0 for step in range(STEPS)]
+    probed = [5, 10, STEPS]  # accuracy is that of the model as it is evaluated
+    assert seen == [2 if step + 1 in probed else exact for step, exact in enumerate(whole)]
+    assert load_checkpoint(tmp_path).blocks[0].attn.counters.exact == 2
+
+
+def test_kernels_learn_at_their_own_rate(tmp_path):
+    trainer = Trainer(counted(kernel_rate=10.0), 3, tmp_path)
+    names = {id(weight): name for name, weight in trainer.model.named_parameters()}
+    trainer.run()
+    rates = {names[id(w)]: group["lr"] for group in trainer.optimizer.param_groups for w in group["params"]}
+    usual = rates["blocks.0.attn.W_Q"]
+    for name, rate in rates.items():
+        assert rate == pytest.approx(usual * (10 if name.endswith("counters.kernel") else 1))
+    decays = {
+        names[id(w)] for group in trainer.optimizer.param_groups if group["weight_decay"] for w in group["params"]
+    }
+    assert not any("counters" in name or "null" in name for name in decays)
+
+
+def test_a_counting_run_resumes_to_the_same_bytes(tmp_path, monkeypatch):
+    recipe = counted(gate_penalty=1.0, key_pressure=3.0, sink_pressure=2.0, pressure_ramp=(0.2, 0.8), cooldown=0.5)
+    whole = Trainer(recipe, 3, tmp_path / "whole").run()
+    interrupted(tmp_path / "part", 7, monkeypatch, recipe)
+    Trainer(recipe, 3, tmp_path / "part", resume=True).run()
+    assert weights_of(tmp_path / "part") == weights_of(whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pressure_ramp": (0.8, 0.2)}, "pressure_ramp must be two shares of training in order, got 0.8 and 0.2"),
+        ({"penalty_ramp": (0.0, 1.5)}, "penalty_ramp"),
+        ({"cooldown": 1.0}, "cooldown"),
+    ],
+)
+def test_recipes_that_make_no_sense_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        counted(**changes)
+
+
+def test_a_penalty_on_gates_needs_counters():
+    with pytest.raises(ValueError, match="need a model with counters"):
+        tiny(gate_penalty=1.0)
