@@ -106,6 +106,35 @@ class Plant:
         return model
 
 
+@dataclass(frozen=True)
+class Miscount:
+    """Counters made to run slow, on a checkpoint whose counters are exact: in some rows a digit counts ``rate``."""
+
+    name: str
+    digits: int
+    rows: tuple[int, ...]
+    rate: float
+    cause: str = "miscounting"
+    heads: Heads = ()
+
+    def model(self) -> HookedAdder:
+        model = load_checkpoint(FIXTURES / "1digit-counters-exact-seed0")
+        state: dict[str, Tensor] = {}
+        vocab = model.task.vocabulary
+
+        def remember(_: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+            state["row"] = coordinates(args[0], args[1], (vocab.plus, vocab.equals), -1).row
+
+        def slow(gate: Tensor, hook: Any) -> Tensor:
+            here = torch.stack([state["row"] == row for row in self.rows]).any(0)
+            return torch.where(here[..., None, None], self.rate * gate, gate)
+
+        model.register_forward_pre_hook(remember, with_kwargs=True)
+        for block in model.blocks:
+            block.attn.hook_gate.add_perma_hook(slow)
+        return model
+
+
 def _set(where: Tensor, scores: Tensor, value: Tensor) -> Tensor:
     """Set visible scores."""
     return torch.where(where & torch.isfinite(scores), value, scores)
