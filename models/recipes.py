@@ -85,15 +85,12 @@ def _counters(name: str, about: str, attention: dict[str, Any], **changes: Any) 
     )
 
 
-def _one_digit(name: str, about: str, attention: AttentionConfig, steps: int, sink_pressure: float = 0.0) -> Recipe:
+def _one_digit(name: str, about: str, attention: AttentionConfig, n_heads: int = 4, **changes: Any) -> Recipe:
     return Recipe(
         name=name,
         about=about,
-        model=AdderConfig(attention=attention),
-        steps=steps,
-        batch=256,
-        micro_batches=4,
-        sink_pressure=sink_pressure,
+        model=AdderConfig(attention=attention, n_heads=n_heads),
+        **{"batch": 256, "micro_batches": 4, **changes},
     )
 
 
@@ -105,12 +102,14 @@ RECIPES: dict[str, Recipe] = {
         _one_digit(
             "1digit-rotary2d",
             "rotation by row and column, decay .3 per column, sink: dilutes beyond its training lengths",
-            AttentionConfig(scheme="rotary2d", rotary_base=100.0, decay=0.3),
+            AttentionConfig(scheme="rotary2d", rotary_base=100.0, decay=0.3, separator_column=-1),
+            n_heads=8,
             steps=1000,
+            learning_rate=3e-3,
         ),
         _one_digit(
             "1digit-rotary2d-pressure",
-            "the same with sink pressure 10: every lookup has to outbid a crowd of e^10 keys",
+            "rotation, decay and sink with sink pressure 10: every lookup has to outbid a crowd of e^10 keys",
             AttentionConfig(scheme="rotary2d", rotary_base=100.0, decay=0.3, sink_boost=10.0),
             steps=1800,
             sink_pressure=10.0,
