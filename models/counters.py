@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from models.config import AdderConfig
 
+RARE, SHALLOW = -4.0, -2.0  # a reset of 2% a token, a fall of .13 a count: at first little but the gates counts
 REACH = 8  # a kernel is free up to this difference of counts, either way
 
 
@@ -40,10 +41,12 @@ class Counters(nn.Module):
             self.fall = _zeros(*shape)
 
     def initialise(self, rng: torch.Generator) -> None:
-        """Gates near one half, resets rare, kernels flat but for their fall."""
+        """Gates near one half, resets rare, kernels flat but for a shallow fall."""
         for weight in (self.gate_weight, self.reset_weight):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5, generator=rng)
-        nn.init.constant_(self.reset_bias, -2.0)
+        nn.init.constant_(self.reset_bias, RARE)
+        if self.config.kernel_beyond == "linear":
+            nn.init.constant_(self.fall, SHALLOW)
 
     def rates(
         self, x: Float[Tensor, "batch pos d_model"]
