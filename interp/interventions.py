@@ -13,6 +13,11 @@ sink-boost=X       adds X to the sink's score; ``log``: log(n / n_train), ``2log
 far-zero           zeroes the weights of far keys after the softmax, without renormalising: what the crowd wrote is
                    gone, the share it took is not given back
 drop-best-far=K    removes the K far keys with the highest scores, per head and query (1 if no K is given)
+normalizer=NAME    weights as ``sparsemax`` or ``entmax15`` would give them, sink included
+ssmax=S            Scalable-Softmax: multiplies scores and sink by S ln n, n being the keys that the query can see
+temperature=X      divides scores and sink by X; ``yarn``: multiplies scores, the sink's aside, by YaRN's factor at the
+                   keys seen over the most seen in training; ``adaptive``: scales the logarithms of all weights by
+                   adaptive temperature's polynomial of their entropy (:mod:`models.normalizers`)
 mass-control       removes random keys per query and head until they had as much attention as the far keys had,
                    targets of any lookup spared
 round-gates=WHICH  rounds gates of counters to 0 or 1: ``column``, those of the column counters
@@ -41,10 +46,20 @@ from interp.partition import Partition
 from models.addition import LOOKUPS, Batch, generator
 from models.attention import Span
 from models.config import InputError
+from models.normalizers import (
+    NORMALIZERS,
+    adaptive_temperature,
+    entropy,
+    renormalized,
+    scalable,
+    softmax,
+    yarn_temperature,
+)
 from models.positions import Coordinates, rotate
 from models.transformer import HookedAdder
 
 _MEMO_BYTES = 2**26  # of masks kept between layers
+_LEAST_FACTOR = 1e-6  # by which scores are multiplied or divided
 _MOST_BOOST = 1e6  # more than any score; float32 adds it without overflow
 
 Hook = tuple[str, Callable[..., Any]]
@@ -515,6 +530,75 @@ def _jittered(rates: Tensor, signs: Tensor) -> Tensor:
     return (rates + signs * (rates.round() - rates).abs()).clamp(0, 1)
 
 
+def _normalizer(model: HookedAdder, partition: Partition, intervention: Intervention) -> list[Hook]:
+    normalizer, sink = NORMALIZERS[str(intervention.value)], model.config.attention.sink
+    return _on_pattern(model, intervention, lambda pattern: renormalized(pattern, normalizer, sink))
+
+
+def _adaptive(model: HookedAdder, intervention: Intervention) -> list[Hook]:
+    sink = model.config.attention.sink
+
+    def change(pattern: Tensor) -> Tensor:
+        factor = adaptive_temperature(entropy(pattern, sink))[..., None]
+
+        def scaled(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
+            return softmax(logits * factor, None if sink_logits is None else sink_logits * factor[..., 0])
+
+        return renormalized(pattern, scaled, sink)
+
+    return _on_pattern(model, intervention, change)
+
+
+def _on_pattern(model: HookedAdder, intervention: Intervention, change: Callable[[Tensor], Tensor]) -> list[Hook]:
+    if model.config.attention.normalizer != "softmax":
+        raise InterventionError(
+            f"{intervention.name} reads scores off softmax's weights, and this model's are of "
+            f"{model.config.attention.normalizer}; take a checkpoint with softmax"
+        )
+    scope = intervention.scope.mask(model)
+
+    def edit(pattern: Tensor, hook: HookPoint) -> Tensor:
+        return torch.where(scope[hook.layer()][None, :, None, None], change(pattern), pattern)
+
+    return [(f"blocks.{layer}.attn.hook_pattern", edit) for layer in _layers(scope)]
+
+
+def _ssmax(model: HookedAdder, partition: Partition, intervention: Intervention) -> list[Hook]:
+    factor = scalable(partition.batch.mask.cumsum(1), _factor(intervention.kind, intervention.value))
+    return _scaled(model, intervention, factor, sink=True)
+
+
+def _temperature(model: HookedAdder, partition: Partition, intervention: Intervention) -> list[Hook]:
+    if intervention.value == "adaptive":
+        return _adaptive(model, intervention)
+    seen = partition.batch.mask.cumsum(1)
+    if intervention.value == "yarn":
+        return _scaled(model, intervention, yarn_temperature(seen / model.config.task.max_keys), sink=False)
+    factor = torch.full(seen.shape, 1 / _factor(intervention.kind, intervention.value))
+    return _scaled(model, intervention, factor, sink=True)
+
+
+def _scaled(
+    model: HookedAdder, intervention: Intervention, factor: Float[Tensor, "batch pos"], sink: bool
+) -> list[Hook]:
+    """Hooks that multiply the scores of each query, and with ``sink`` its sink's."""
+    scope = intervention.scope.mask(model)
+
+    def at(hook: HookPoint, dtype: torch.dtype) -> Float[Tensor, "batch head query"]:
+        here = factor[:, None, hook.ctx["query"]].to(dtype)
+        return torch.where(scope[hook.layer()][None, :, None], here, 1.0)
+
+    def scores(x: Tensor, hook: HookPoint) -> Tensor:
+        return torch.where(torch.isneginf(x), x, x * at(hook, x.dtype)[..., None])
+
+    hooks: list[Hook] = [(f"blocks.{layer}.attn.hook_attn_scores", scores) for layer in _layers(scope)]
+    if sink and model.config.attention.sink:
+        hooks += [
+            (f"blocks.{layer}.attn.hook_sink_scores", lambda x, hook: x * at(hook, x.dtype)) for layer in _layers(scope)
+        ]
+    return hooks
+
+
 def _layers(scope: Bool[Tensor, "layer head"]) -> Iterable[int]:
     return torch.nonzero(scope.any(1)).flatten().tolist()
 
@@ -522,6 +606,23 @@ def _layers(scope: Bool[Tensor, "layer head"]) -> Iterable[int]:
 def _no_value(kind: str, value: str | None) -> None:
     if value is not None:
         raise InterventionError(f"{kind} takes no value, got {value[:60]!r}")
+
+
+def _which_normalizer(kind: str, value: str | None) -> None:
+    if value not in ("sparsemax", "entmax15"):
+        raise InterventionError(f"{kind} must be 'sparsemax' or 'entmax15', got {_shown(value)}")
+
+
+def _temperature_value(kind: str, value: str | None) -> None:
+    if value not in ("yarn", "adaptive"):
+        _factor(kind, value, " or 'yarn' or 'adaptive'")
+
+
+def _factor(kind: str, value: str | None, also: str = "") -> float:
+    number = _number(kind, value, f"a number above 0{also}")
+    if number < _LEAST_FACTOR:
+        raise InterventionError(f"{kind} must be at least {_LEAST_FACTOR:g}{also}, got {_shown(value)}")
+    return number
 
 
 def _which_counters(kind: str, value: str | None) -> None:
@@ -552,12 +653,11 @@ def _whole(kind: str, value: str | None, takes: str) -> int:
     return int(digits) if len(digits) < 10 else 10**9  # no sequence is longer
 
 
-def _number(kind: str, value: str | None) -> float:
+def _number(kind: str, value: str | None, takes: str = "") -> float:
     decimal = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?", value or "")
     if decimal is None or abs(float(decimal[0])) > _MOST_BOOST:
-        raise InterventionError(
-            f"{kind} must be a finite number within {_MOST_BOOST:g} of 0, 'log' or '2log', got {_shown(value)}"
-        )
+        takes = takes or f"a finite number within {_MOST_BOOST:g} of 0, 'log' or '2log'"
+        raise InterventionError(f"{kind} must be {takes}, got {_shown(value)}")
     return float(decimal[0])
 
 
@@ -580,6 +680,9 @@ _KINDS: dict[str, _Kind] = {
     "sink-boost": _Kind(_boost_value, _sink_boost),
     "far-zero": _Kind(_no_value, _far_zero),
     "drop-best-far": _Kind(_count, _drop_best_far, every_key=True),
+    "normalizer": _Kind(_which_normalizer, _normalizer, every_key=True),
+    "ssmax": _Kind(_factor, _ssmax, every_key=True),
+    "temperature": _Kind(_temperature_value, _temperature, every_key=True),
     "mass-control": _Kind(_no_value, _mass_control, every_key=True),
     "round-gates": _Kind(_which_counters, _on_gates(_rounded)),
     "jitter-gates": _Kind(_which_counters, _on_gates(_jittered)),

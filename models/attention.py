@@ -23,7 +23,7 @@ from transformer_lens.hook_points import HookPoint
 
 from models.config import AdderConfig
 from models.counters import Counters, count
-from models.normalizers import softmax, weighted_sum
+from models.normalizers import NORMALIZERS, scalable, softmax, weighted_sum
 from models.positions import SCHEMES, Coordinates, PositionScheme, rotate, within
 
 _POOL_STEP = 8  # distances are rounded up to it, so that layers mostly see the same keys
@@ -139,7 +139,9 @@ class Geometry:
         dtype: torch.dtype,
         blocks: Blocks | None,
         trained_distance: int,
+        poolable: bool = True,
     ):
+        self.poolable = poolable  # many keys of score 0 are one of score ln n: true of softmax, of unscaled scores
         self.scheme, self.at, self.mask, self.start, self.dtype = scheme, at, mask, start, dtype
         self.trained_distance = trained_distance
         self.stop = mask.shape[1]
@@ -152,7 +154,7 @@ class Geometry:
 
     def pool_beyond(self, q: Float[Tensor, "batch pos head d_head"], k: Tensor) -> int | None:
         """From where scores of these queries and (scaled) keys are 0 within rounding; None if they are not pooled."""
-        if not self.cut.pool or self.cut.skip_beyond is not None:
+        if not self.cut.pool or self.cut.skip_beyond is not None or not self.poolable:
             return None
         bound = float(q.detach().norm(dim=-1).max() * k.detach().norm(dim=-1).max())
         vanishing = self.scheme.vanishes_beyond(bound, torch.finfo(torch.float32).eps / 2)
@@ -250,6 +252,8 @@ class Attention(nn.Module):
             else:
                 self.sink = nn.Parameter(torch.zeros(heads))
             self.hook_sink_scores = HookPoint()
+        if config.attention.scalable:  # as if not there, at the longest training length
+            self.scale = nn.Parameter(torch.full((heads,), 1 / math.log(config.task.max_keys)))
         if config.attention.scheme == "counters":
             self.counters = Counters(config)
             self.hook_gate, self.hook_reset, self.hook_count = HookPoint(), HookPoint(), HookPoint()
@@ -324,6 +328,9 @@ class Attention(nn.Module):
         if counts is not None:
             keys = joined([counts[:, run] for run in block.runs], dim=1)
             scores = scores + self.counters.added(counts[:, span.query], keys).to(scores.dtype)
+        scale = self._scale(geometry, span)
+        if scale is not None:
+            scores = scores * scale[..., None]
         tail = scores[..., scores.shape[-1] - block.hidden.shape[-1] :]
         tail.masked_fill_(block.hidden, -torch.inf)
         mean = None
@@ -333,9 +340,9 @@ class Attention(nn.Module):
             scores = torch.cat([column.to(scores.dtype), scores], dim=-1)
         scores = self._hooked_scores(scores, block.hidden, span)
         asking = q[:, :, here] * geometry.mask[:, None, span.query, None]  # what stands at the padding asks nothing
-        sink = self._sink_scores(scores, asking, sink_boost, span)
+        sink = self._sink_scores(scores, asking, scale, sink_boost, span)
         self.hook_pattern.ctx.update(query=span.query, key=span.key)
-        weights = self.hook_pattern(softmax(scores, sink, block.part)).to(v.dtype)
+        weights = self.hook_pattern(self._normalized(scores, sink, block.part)).to(v.dtype)
         own = weights if mean is None else weights[..., 1:]
         z = weighted_sum(own, joined([v[:, :, run] for run in block.runs], dim=2), block.part)
         return z if mean is None else z + weights[..., :1] * mean
@@ -353,13 +360,26 @@ class Attention(nn.Module):
             return scores
         return torch.cat([scores[..., :before], tail.masked_fill(hidden, -torch.inf)], dim=-1)
 
-    def _sink_scores(self, scores: Tensor, q: Tensor, boost: Tensor | float, span: Span) -> Tensor | None:
+    def _scale(self, geometry: Geometry, span: Span) -> Float[Tensor, "batch head query"] | None:
+        if not self.config.attention.scalable:
+            return None
+        return scalable(geometry.mask.cumsum(1)[:, None, span.query], self.scale[:, None])
+
+    def _normalized(self, scores: Tensor, sink: Tensor | None, part: int | None) -> Tensor:
+        name = self.config.attention.normalizer
+        return softmax(scores, sink, part) if name == "softmax" else NORMALIZERS[name](scores, sink)
+
+    def _sink_scores(
+        self, scores: Tensor, q: Tensor, scale: Tensor | None, boost: Tensor | float, span: Span
+    ) -> Tensor | None:
         if not self.config.attention.sink:
             return None
         if self.config.attention.null_key:
             sink = einsum(q, self.null_key, "batch head query d_head, head d_head -> batch head query").to(scores.dtype)
         else:
             sink = self.sink.to(scores.dtype)[None, :, None].expand(scores.shape[:3])
+        if scale is not None:
+            sink = sink * scale
         if isinstance(boost, Tensor):
             sink = sink + boost.to(scores.dtype)[:, None, None]
         elif boost:

@@ -70,6 +70,9 @@ class AttentionConfig(Frozen):
         The sink's score is the query's product with a learned, position-free key instead.
     ``sink_boost``
         Added to every sink score, at evaluation; a boost of B stands for a crowd of ``e**B`` keys of score 0.
+    ``normalizer``, ``scalable``
+        From scores to weights (:mod:`models.normalizers`); ``scalable`` multiplies scores and sink by ``s ln n``, n
+        being the keys that a query sees, with one learned s a head.
     ``exact_counters``
         Of each head, the first so many counters have gates and resets rounded to 0 or 1.
     ``kernel_beyond``
@@ -84,6 +87,8 @@ class AttentionConfig(Frozen):
     sink: bool = True
     null_key: bool = False
     sink_boost: float = 0.0
+    normalizer: Literal["softmax", "sparsemax", "entmax15"] = "softmax"
+    scalable: bool = False
     n_counters: int = Field(default=2, ge=1, le=16)
     exact_counters: int = Field(default=0, ge=0)
     kernel_beyond: Literal["linear", "constant", "floor"] = "linear"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models.config import AdderConfig
 
-RARE, SHALLOW = -4.0, -2.0  # a reset of 2% a token, a fall of .13 a count: at first little but the gates counts
+RARE, FALL = -2.0, 0.0  # at first a reset of 12% a token, a fall of .7 a count
 REACH = 8  # a kernel is free up to this difference of counts, either way
 
 
@@ -41,12 +41,12 @@ class Counters(nn.Module):
             self.fall = _zeros(*shape)
 
     def initialise(self, rng: torch.Generator) -> None:
-        """Gates near one half, resets rare, kernels flat but for a shallow fall."""
+        """Gates near one half, resets rare, kernels flat but for their fall."""
         for weight in (self.gate_weight, self.reset_weight):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5, generator=rng)
         nn.init.constant_(self.reset_bias, RARE)
         if self.config.kernel_beyond == "linear":
-            nn.init.constant_(self.fall, SHALLOW)
+            nn.init.constant_(self.fall, FALL)
 
     def rates(
         self, x: Float[Tensor, "batch pos d_model"]

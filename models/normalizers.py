@@ -1,10 +1,38 @@
-"""From scores to weights."""
+"""From scores to weights.
+
+A normalizer turns the scores of the keys, and of the sink, into weights. Softmax gives every key some weight, however
+many there are; sparsemax (Martins and Astudillo 1602.02068, eq. 2) and 1.5-entmax (Peters, Niculae and Martins
+1905.05702, eq. 10) give none to keys that score 1, or 2, below the best, in whatever number.
+
+Three other ways leave softmax and scale its scores instead, so that gaps grow with the number of keys:
+
+==========================  ========================================================  ===========================
+scale                       scores are multiplied by                                  the sink's score
+==========================  ========================================================  ===========================
+Scalable-Softmax            ``s ln n``, n the keys that the query sees                scaled: it is one more term
+(Nakanishi 2501.19399)                                                                of the same softmax
+YaRN's temperature          ``(0.1 ln r + 1)**2``, r how many times the trained       not scaled: the factor is on
+(Peng et al. 2309.00071,    number of keys the query sees, at least 1; query and      queries and keys, and the
+eq. 22)                     key are each multiplied by the root                       sink has neither
+adaptive temperature        a polynomial of the weights' entropy, at least 1, where   scaled: entropy is of all
+(Velickovic et al.          the entropy is above .5 nats                              weights
+2410.01104, fig. 8)
+==========================  ========================================================  ===========================
+
+Subtracting ``s ln n`` from every score instead would change nothing: softmax does not see what all scores share.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+
+ENTROPY_FIT = (-0.037, 0.481, -2.3, 4.917, -1.791)  # of the adaptive temperature, highest power first
+ENTROPY_FROM = 0.5  # nats, below which adaptive temperature leaves the scores as they are
+_NO_WEIGHT = -16.0  # below the best score, where neither sparsemax nor 1.5-entmax gives any weight
 
 
 def softmax(
@@ -60,3 +88,70 @@ def weighted_sum(
     )
     z = products.cumsum(-3)[..., -1, :, :]
     return z if whole == weights.shape[-1] else z + weights[..., whole:] @ values[..., whole:, :]
+
+
+def _sparse(of: str) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """A normalizer of the package ``entmax``, with a sink, and zeros where every score is ``-inf``."""
+
+    def weights(scores: Tensor, sink: Tensor | None = None) -> Tensor:
+        import entmax  # only where it is asked for
+
+        logits = scores if sink is None else torch.cat([scores, sink[..., None]], dim=-1)
+        top = logits.amax(dim=-1, keepdim=True)
+        dead = top == -torch.inf
+        below = torch.where(dead, 0.0, logits - torch.where(dead, 0.0, top)).clamp(min=_NO_WEIGHT)
+        found: Tensor = getattr(entmax, of)(below, dim=-1).masked_fill(dead | (logits == -torch.inf), 0.0)
+        return found if sink is None else found[..., :-1]
+
+    weights.__name__ = of
+    return weights
+
+
+sparsemax = _sparse("sparsemax")
+entmax15 = _sparse("entmax15")
+NORMALIZERS: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
+    "softmax": softmax,
+    "sparsemax": sparsemax,
+    "entmax15": entmax15,
+}
+
+
+def scalable(keys: Int[Tensor, "*query"], s: float | Tensor) -> Float[Tensor, "*query"]:
+    """Scalable-Softmax's factor on scores: ``s ln n``."""
+    return s * keys.clamp(min=1).log()
+
+
+def yarn_temperature(ratio: Float[Tensor, "*query"]) -> Float[Tensor, "*query"]:
+    """YaRN's factor on scores at ``ratio`` times the trained length, 1 up to it."""
+    return (0.1 * ratio.clamp(min=1).log() + 1).square()
+
+
+def adaptive_temperature(entropy: Float[Tensor, "*query"]) -> Float[Tensor, "*query"]:
+    """Adaptive temperature's factor on scores, given the entropy of the weights in nats."""
+    fitted = torch.zeros_like(entropy)
+    for coefficient in ENTROPY_FIT:
+        fitted = fitted * entropy + coefficient
+    return torch.where(entropy > ENTROPY_FROM, fitted.clamp(min=1.0), 1.0)
+
+
+def renormalized(
+    pattern: Float[Tensor, "*query key"], normalizer: Callable[[Tensor, Tensor | None], Tensor], sink: bool
+) -> Float[Tensor, "*query key"]:
+    """The weights that another normalizer would have given, from softmax's weights alone.
+
+    Their logarithms are the scores but for a number that all of a query share, which no normalizer sees. With ``sink``
+    what is missing to 1 is the sink's. Weights that softmax rounded to 0 stay 0.
+    """
+    weights = pattern.double()
+    left = (1 - weights.sum(-1)).clamp(min=0).log() if sink else None
+    alive = weights.sum(-1, keepdim=True) > 0
+    found = normalizer(weights.log(), left)
+    return torch.where(alive, found, 0.0).to(pattern.dtype)
+
+
+def entropy(pattern: Float[Tensor, "*query key"], sink: bool) -> Float[Tensor, "*query"]:
+    """Of a query's weights, in nats; with ``sink``, of what is missing to 1 too."""
+    weights = pattern.double()
+    if sink:
+        weights = torch.cat([weights, (1 - weights.sum(-1, keepdim=True)).clamp(min=0)], dim=-1)
+    return -torch.special.xlogy(weights, weights).sum(-1)

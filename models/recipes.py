@@ -81,7 +81,7 @@ def _counters(name: str, about: str, attention: dict[str, Any], **changes: Any) 
         name=name,
         about=about,
         model=AdderConfig(attention=AttentionConfig(scheme="counters", null_key=True, **attention)),
-        **{"steps": 2000, "batch": 128, "micro_batches": 4, "kernel_rate": 3.0, **changes},
+        **{"steps": 2000, "batch": 128, "micro_batches": 4, **changes},
     )
 
 

@@ -185,7 +185,16 @@ class HookedAdder(HookedRootModule):
         start = cache.length if cache is not None else 0
         vocab = self.task.vocabulary
         at = coordinates(tokens, mask, (vocab.plus, vocab.equals), self.config.attention.separator_column)
-        geometry = Geometry(self.scheme, at, mask, start, self.W_U.dtype, blocks, self.config.trained_distance)
+        geometry = Geometry(
+            self.scheme,
+            at,
+            mask,
+            start,
+            self.W_U.dtype,
+            blocks,
+            self.config.trained_distance,
+            poolable=self.config.attention.normalizer == "softmax" and not self.config.attention.scalable,
+        )
         x = self.hook_embed(self.embed(tokens[:, start:]))
         for block in self.blocks:
             x = block(x, geometry, sink_boost, cache)

@@ -178,7 +178,8 @@ def test_any_result_is_strict_json(value):
 def test_every_intervention_has_a_flag():
     assert tuple(cli.INTERVENTION_FLAGS) == NAMES
     for name, takes_value in cli.INTERVENTION_FLAGS.items():
-        value = {"first-and-window": "1,3", "round-gates": "all", "jitter-gates": "column"}.get(name, "1")
+        other = {"first-and-window": "1,3", "normalizer": "sparsemax", "round-gates": "all", "jitter-gates": "column"}
+        value = other.get(name, "1")
         parse_intervention(f"{name}={value}" if takes_value else name)
 
 

@@ -38,6 +38,9 @@ EXAMPLES = {
     "sink-boost": "sink-boost=log",
     "far-zero": "far-zero",
     "drop-best-far": "drop-best-far=2",
+    "normalizer": "normalizer=entmax15",
+    "ssmax": "ssmax=0.4",
+    "temperature": "temperature=adaptive",
     "mass-control": "mass-control",
     "round-gates": "round-gates=column",
     "jitter-gates": "jitter-gates=all",
@@ -45,7 +48,10 @@ EXAMPLES = {
 }
 
 
-NARROW = ("window", "first-and-window", "keep-near", "round-gates", "jitter-gates")  # these act at training lengths too
+NARROW = (  # these act at training lengths too
+    *("window", "first-and-window", "keep-near", "round-gates", "jitter-gates"),
+    *("normalizer", "ssmax", "temperature"),
+)
 
 
 @cache
@@ -161,7 +167,9 @@ def test_a_window_as_long_as_the_sequence_changes_no_bit(scheme):
     assert not any(torch.allclose(a, b, atol=1e-4) for a, b in zip(plain, narrow, strict=True))
 
 
-@pytest.mark.parametrize("name", ["sink-boost=2log", *(name for kind, name in EXAMPLES.items() if kind not in NARROW)])
+@pytest.mark.parametrize(
+    "name", ["sink-boost=2log", "temperature=yarn", *(name for kind, name in EXAMPLES.items() if kind not in NARROW)]
+)
 @pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters"])
 def test_patches_change_no_bit_at_training_lengths(scheme, name):
     model = adder(scheme)
