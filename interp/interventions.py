@@ -103,6 +103,7 @@ class Edit:
     """
 
     every_key = True
+    rewrites_weights = False  # after the softmax, so that scores no longer say what the weights are
 
     @property
     def name(self) -> str:
@@ -136,6 +137,10 @@ class Intervention(Edit):
     @property
     def every_key(self) -> bool:  # type: ignore[override]
         return _KINDS[self.kind].every_key
+
+    @property
+    def rewrites_weights(self) -> bool:  # type: ignore[override]
+        return self.kind == "normalizer" or (self.kind, self.value) == ("temperature", "adaptive")
 
     def keeps_within(self, model: HookedAdder) -> int | None:
         within = _KINDS[self.kind].within

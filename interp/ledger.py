@@ -195,7 +195,7 @@ def build_ledger(
     problems: Sequence[Problem],
     interventions: Sequence[Edit] = (),
     *,
-    source: Source = "scores",
+    source: Source | None = None,
     distances: bool = False,
     progress: Progress = lambda done: None,
 ) -> Ledger:
@@ -203,11 +203,15 @@ def build_ledger(
 
     Args:
         interventions: applied first, so the ledger sees the edited scores.
-        source: ``"scores"``, or ``"pattern"`` for normalizers whose weights are not exponentials of scores.
+        source: ``"scores"``, or ``"pattern"`` where weights are not exponentials of scores; by default what the model's
+            normalizer and the interventions ask for.
         distances: keep what keys score at each distance too, which needs every key by itself: time grows with the
             square of the length.
     """
     open_books: list[_Book] = []
+    if source is None:
+        sparse = model.config.attention.normalizer != "softmax" or any(e.rewrites_weights for e in interventions)
+        source = "pattern" if sparse else "scores"
 
     def watch(batch: Batch) -> list[tuple[str, Callable[..., Any]]]:
         open_books.append(_Book(model, batch, source, distances))

@@ -524,7 +524,7 @@ def test_interventions_do_not_depend_on_the_block(monkeypatch, name):
 
 def _is_one_line(error) -> bool:
     text = str(error.value)
-    return bool(text) and "\n" not in text and len(text) < 250
+    return bool(text) and "\n" not in text and len(text) < 400
 
 
 @pytest.mark.parametrize(

@@ -252,8 +252,11 @@ def test_leaks_of_weights_agree_with_the_softmax_route_where_both_apply(name):
         by_weights = books[1][key]
         np.testing.assert_allclose(by_weights.leak, by_scores.leak, rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(by_weights.n_eff, by_scores.n_eff, rtol=1e-3)
-    swapped = build_ledger(model, PROBLEMS, [parse_intervention(f"normalizer={name}")], source="pattern")
-    for found in swapped.lookups.values():
+    swapped = build_ledger(model, PROBLEMS, [parse_intervention(f"normalizer={name}")])
+    built = adder(normalizer=name)
+    built.load_state_dict(model.state_dict())
+    for key, found in swapped.lookups.items():
+        np.testing.assert_allclose(build_ledger(built, PROBLEMS).lookups[key].share, found.share, atol=1e-4)
         has = found.share > 0
         np.testing.assert_allclose(found.leak[has], (1 - found.share[has]) / found.share[has], rtol=1e-6)
         assert np.isposinf(found.leak[~has]).all()
