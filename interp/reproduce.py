@@ -267,8 +267,8 @@ def _c8(subjects: Sequence[Subject], problems: int) -> tuple[str, list[bool]]:
         best = [np.median((v.far_max - v.sink)[head]) for v in subject.longer.lookups.values() for head in resting]
         margins.append(float(max(best, default=math.nan)))
     ours = (
-        f"at 100 digits {_shares(pairs[0])} -> {_shares(pairs[1])}; in heads that rest on the sink, best far key's score "
-        f"less the sink's, at most {' / '.join(f'{x:+.1f}' for x in margins)} in the median"
+        f"at 100 digits {_shares(pairs[0])} -> {_shares(pairs[1])}; where heads rest on the sink, the best far key is "
+        f"above it by at most {' / '.join(f'{x:+.1f}' for x in margins)} in the median"
     )
     helped = [after >= before + PATCH_MOVES for before, after in zip(*pairs, strict=True)]
     return ours, [any(helped), max(pairs[1]) < EXACT, any(x >= 0 for x in margins)]
@@ -463,8 +463,8 @@ CLAIMS: dict[str, Claim] = {
         ),
         Claim(
             "C8",
-            "1.5-entmax swapped in at evaluation helps the diluted model partly: its best far keys score as high as the "
-            "sink",
+            "1.5-entmax swapped in at evaluation helps the diluted model partly: its best far keys score as high as "
+            "the sink",
             ".51 -> .67",
             DILUTING,
             _c8,
