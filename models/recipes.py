@@ -133,10 +133,10 @@ RECIPES: dict[str, Recipe] = {
         ),
         _counters(
             "1digit-counters-switched",
-            "the same, switched to exact gates (straight-through) halfway",
+            "the same, switched to exact gates (straight-through) when it adds its training lengths",
             {"exact_counters": 2},
-            steps=4000,
-            exact_from=0.5,
+            steps=1800,
+            exact_from=2 / 3,
         ),
         _counters(
             "1digit-counters-exact-soft",
