@@ -1,0 +1,411 @@
+"""Hugging Face causal language models, seen block by block through transformers' attention interface.
+
+``AttentionInterface.register`` lets a function of ours stand where a model calls its attention, whatever the family.
+It gets grouped keys, the scaling, and where the family has them a sliding window, a soft cap and learned sinks
+(``s_aux``). Ours computes the ordinary output, one block of queries at a time, and shows each block's scores and
+weights to those who watch; nothing of size length x length is held. A model is believed only after :func:`self_test`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from models.config import InputError
+from models.normalizers import softmax
+
+NAME = "leaksum"  # under which transformers knows our attention
+BLOCK = 64  # queries
+TOLERANCE = 1e-4  # of logits, as a share of their range, between our attention and the model's own
+TEST_TOKENS = 24
+
+
+class Block(NamedTuple):
+    """One block of queries of one layer: which, and where they and the keys stand in their sequences.
+
+    ``allowed``: bool ``[batch, 1, query, key]``, which keys a query sees. ``key`` begins past 0 where a sliding window
+    leaves the first keys to nobody.
+    """
+
+    layer: int
+    query: slice
+    key: slice
+    query_position: Int[Tensor, "batch query"]
+    key_position: Int[Tensor, "batch key"]
+    allowed: Bool[Tensor, "batch 1 query key"]
+    window: int | None
+
+    @property
+    def distance(self) -> Int[Tensor, "batch query key"]:
+        return self.query_position[:, :, None] - self.key_position[:, None, :]
+
+    @property
+    def seen(self) -> Int[Tensor, "batch query"]:
+        """How many keys each query sees."""
+        return self.allowed[:, 0].sum(-1)
+
+
+# Scores [batch, head, query, key] and sink [batch, head, query] of a block, changed
+Edit = Callable[[Tensor, Tensor | None, Block], tuple[Tensor, Tensor | None]]
+# Shown a block, its scores, its sink and its weights
+Watch = Callable[[Block, Tensor, Tensor | None, Tensor], None]
+
+
+@dataclass
+class _Session:
+    mask: Bool[Tensor, "batch pos"]
+    edits: Sequence[Edit] = ()
+    watches: Sequence[Watch] = ()
+    block: int = BLOCK
+    layers: dict[int, int] = field(default_factory=dict)  # attention modules, by identity, in the order of their calls
+
+
+_SESSION: ContextVar[_Session] = ContextVar("leaksum attention")
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A causal language model of transformers, and its tokenizer if it came with one."""
+
+    name: str
+    model: Any
+    tokenizer: Any = None
+
+    @property
+    def config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    @property
+    def n_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def n_heads(self) -> int:
+        return int(self.config.num_attention_heads)
+
+    @property
+    def n_key_heads(self) -> int:
+        return int(getattr(self.config, "num_key_value_heads", None) or self.n_heads)
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.config.vocab_size)
+
+    @property
+    def limit(self) -> int | None:
+        """The most positions that the model's configuration names."""
+        found = getattr(self.config, "max_position_embeddings", None)
+        return None if found is None else int(found)
+
+    def key_head(self, head: int) -> int:
+        """The key head that a query head shares."""
+        return head // (self.n_heads // self.n_key_heads)
+
+    def run(
+        self,
+        tokens: Int[Tensor, "batch pos"],
+        mask: Bool[Tensor, "batch pos"] | None = None,
+        *,
+        edits: Sequence[Edit] = (),
+        watches: Sequence[Watch] = (),
+        block: int = BLOCK,
+    ) -> Float[Tensor, "batch pos d_vocab"]:
+        """Logits, in blocks of queries, under edits and before watchers.
+
+        Padding is said by the mask alone, on either side; positions are counted over real tokens.
+
+        Raises:
+            InputError: ids or a mask that do not fit, or more positions than the model has.
+        """
+        mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
+        self._check(tokens, mask)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        token = _SESSION.set(_Session(mask, edits, watches, block))
+        try:
+            with torch.no_grad(), _evaluating(self.model), attention(self.model, NAME):
+                out = self.model(input_ids=tokens, attention_mask=mask.long(), position_ids=positions, use_cache=False)
+        finally:
+            _SESSION.reset(token)
+        return out.logits
+
+    def _check(self, tokens: Tensor, mask: Tensor) -> None:
+        if tokens.ndim != 2 or not tokens.numel() or tokens.dtype not in (torch.int64, torch.int32):
+            raise InputError(f"tokens must be integer ids [batch, pos], got {tokens.dtype} {tuple(tokens.shape)}")
+        if mask.shape != tokens.shape:
+            raise InputError(f"the mask must have the tokens' shape {tuple(tokens.shape)}, got {tuple(mask.shape)}")
+        if not mask.any(1).all():
+            raise InputError("a sequence has no real token; leave it out")
+        real = tokens[mask]
+        if int(real.min()) < 0 or int(real.max()) >= self.vocabulary:
+            found = f"got {int(real.min())} to {int(real.max())}"
+            raise InputError(f"token ids run from 0 to {self.vocabulary - 1} in this model, {found}")
+        longest = int(mask.sum(1).max())
+        if self.limit is not None and longest > self.limit:
+            raise InputError(f"{self.name} has {self.limit} positions, got {longest} tokens; take a shorter input")
+
+
+def load_language_model(name: str | Path) -> LanguageModel:
+    """A model from a local directory, offline, or from the hub where no such directory exists and an id is given.
+
+    Weights are read from safetensors alone, and no code that comes with a model is run. A directory without a tokenizer
+    will do: token ids need none.
+
+    Raises:
+        InputError: no such directory, a model that cannot be read, or one that is no causal language model.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path, text = Path(name), str(name)
+    local = path.is_dir()
+    if not local and (text.startswith((".", "/", "~")) or text.count("/") != 1):
+        raise InputError(f"{text[:200]}: no such directory; give a model's directory, or a hub id as owner/name")
+    if local and not (path / "config.json").is_file():
+        raise InputError(f"{path}: no config.json; give a model's directory in Hugging Face format")
+    options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, use_safetensors=True, attn_implementation="eager", **options
+        )
+    except Exception as error:  # whatever transformers makes of it
+        why = " ".join(str(error).split())[:200]
+        raise InputError(f"{text[:200]} cannot be read as a causal language model ({why}); see its files") from error
+    tokenizer = None
+    if not local or any((path / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        except Exception:  # token ids do without one, and text is refused where it is met
+            tokenizer = None
+    return LanguageModel(text, model.eval(), tokenizer)
+
+
+@contextmanager
+def attention(model: Any, implementation: str) -> Iterator[None]:
+    """Another attention implementation inside, and the former one afterwards."""
+    _register()
+    before = model.config._attn_implementation
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def _no_mask(*arguments: Any, **options: Any) -> None:
+    """The session knows the padding, and blocks make their own masks: none of length x length is built."""
+    return None
+
+
+def _attend(
+    module: Any,
+    query: Float[Tensor, "batch head query d"],
+    key: Float[Tensor, "batch key_head key d"],
+    value: Float[Tensor, "batch key_head key d"],
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Float[Tensor, "head"] | None = None,
+    **options: Any,
+) -> tuple[Float[Tensor, "batch query head d"], None]:
+    session = _SESSION.get()
+    layer = session.layers.setdefault(id(module), len(session.layers))
+    _, heads, length, d = query.shape
+    groups = heads // key.shape[1]
+    scale = d**-0.5 if scaling is None else scaling
+    position = (session.mask.cumsum(1) - 1).clamp(min=0)
+    index = torch.arange(length)
+    done = []
+    for first in range(0, length, session.block):
+        queries = slice(first, min(first + session.block, length))
+        keys = slice(0 if sliding_window is None else max(0, first - sliding_window + 1), queries.stop)
+        grouped = query[:, :, queries].unflatten(1, (key.shape[1], groups)).flatten(2, 3)
+        scores = (grouped @ key[:, :, keys].transpose(2, 3)).float() * scale
+        scores = scores.unflatten(2, (groups, -1)).flatten(1, 2)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        apart = index[queries, None] - index[keys]
+        allowed = apart >= 0
+        if sliding_window is not None:
+            allowed &= apart < sliding_window
+        seen = (allowed & session.mask[:, None, keys] & session.mask[:, queries, None])[:, None]
+        block = Block(layer, queries, keys, position[:, queries], position[:, keys], seen, sliding_window)
+        scores = scores.masked_fill_(~seen, -torch.inf)
+        sink = None if s_aux is None else s_aux.float()[None, :, None].expand(scores.shape[:3])
+        for edit in session.edits:
+            scores, sink = edit(scores, sink, block)
+            scores = scores.masked_fill(~seen, -torch.inf)  # no edit can open the future or the padding
+        weights = softmax(scores, sink)
+        for watch in session.watches:
+            watch(block, scores, sink, weights)
+        cast = weights.to(value.dtype).unflatten(1, (key.shape[1], groups)).flatten(2, 3)
+        done.append((cast @ value[:, :, keys]).unflatten(2, (groups, -1)).flatten(1, 2))
+    return torch.cat(done, dim=2).transpose(1, 2).contiguous(), None
+
+
+def self_test(language_model: LanguageModel, seed: int = 0) -> None:
+    """Refuses a model whose attention is not what we compute.
+
+    On random tokens: our logits are those of the model's own attention; our weights are the ones that it reports; our
+    scores and sinks give those weights; silencing a head moves the logits, and an edit of scores reaches the weights.
+
+    Raises:
+        InputError: one of these fails; says which.
+    """
+    tokens = _random_tokens(language_model, TEST_TOKENS, seed)
+    kept: dict[int, list[Tensor]] = {}
+
+    def keep(block: Block, scores: Tensor, sink: Tensor | None, weights: Tensor) -> None:
+        full = torch.zeros(*weights.shape[:3], tokens.shape[1])
+        full[..., block.key] = weights
+        kept.setdefault(block.layer, []).append(full)
+
+    found = language_model.run(tokens, watches=[keep], block=7)
+    with torch.no_grad(), _evaluating(language_model.model), attention(language_model.model, "eager"):
+        own = language_model.model(input_ids=tokens, use_cache=False, output_attentions=True)
+    span = float(own.logits.max() - own.logits.min()) or 1.0
+    apart = float((found - own.logits).abs().max()) / span
+    if not apart <= TOLERANCE:
+        raise _refused(language_model, f"its logits and ours differ by {apart:.1e} of their range")
+    if len(kept) != language_model.n_layers or len(own.attentions) != len(kept):
+        raise _refused(language_model, f"{len(kept)} of {language_model.n_layers} layers called our attention")
+    for layer, parts in kept.items():
+        off = float((torch.cat(parts, dim=2) - own.attentions[layer]).abs().max())
+        if not off <= TOLERANCE:
+            raise _refused(language_model, f"layer {layer}'s weights differ by {off:.1e} from those it reports")
+    _moves(language_model, tokens, found)
+
+
+def _moves(language_model: LanguageModel, tokens: Tensor, before: Tensor) -> None:
+    shares = []
+
+    def spread(scores: Tensor, sink: Tensor | None, block: Block) -> tuple[Tensor, Tensor | None]:
+        return (scores * 0 if block.layer == 0 else scores), sink
+
+    def keep(block: Block, scores: Tensor, sink: Tensor | None, weights: Tensor) -> None:
+        if block.layer == 0 and sink is None:
+            mean = torch.where(block.allowed, 1 / block.seen.clamp(min=1)[:, None, :, None], 0.0)
+            shares.append(float((weights - mean).abs().max()))
+
+    after = language_model.run(tokens, edits=[spread], watches=[keep])
+    if any(share > TOLERANCE for share in shares):
+        raise _refused(language_model, "equal scores did not give equal weights")
+    if torch.equal(before, after):
+        raise _refused(language_model, "its logits do not depend on the scores of its first layer")
+
+
+def _refused(language_model: LanguageModel, why: str) -> InputError:
+    return InputError(f"{language_model.name} is not audited: {why}; its attention is not one that leaksum knows")
+
+
+def _random_tokens(language_model: LanguageModel, length: int, seed: int) -> Int[Tensor, "1 pos"]:
+    from models.addition import generator
+
+    most = length if language_model.limit is None else min(length, language_model.limit)
+    ids = generator(seed, "audit", 0).integers(0, language_model.vocabulary, size=(1, most))
+    return torch.from_numpy(ids)
+
+
+# Edits at any length
+
+
+def in_heads(edit: Edit, heads: Sequence[tuple[int, int]], n_heads: int) -> Edit:
+    """The edit in these (layer, head) alone; in all where none is named."""
+    if not heads:
+        return edit
+
+    def scoped(scores: Tensor, sink: Tensor | None, block: Block) -> tuple[Tensor, Tensor | None]:
+        here = torch.zeros(n_heads, dtype=torch.bool)
+        here[[head for layer, head in heads if layer == block.layer]] = True
+        if not here.any():
+            return scores, sink
+        changed, changed_sink = edit(scores, sink, block)
+        scores = torch.where(here[:, None, None], changed, scores)
+        if sink is not None and changed_sink is not None:
+            sink = torch.where(here[:, None], changed_sink, sink)
+        return scores, sink
+
+    return scoped
+
+
+def far(beyond: int) -> Edit:
+    """Removes keys more than so many positions before the query."""
+    return _removing(lambda block: block.distance > beyond)
+
+
+def first_and_window(first: int, last: int) -> Edit:
+    """Removes every key but the first so many and the last so many, as in streaming attention (2309.17453)."""
+    return _removing(lambda block: (block.key_position[:, None] >= first) & (block.distance >= last))
+
+
+def _removing(which: Callable[[Block], Bool[Tensor, "batch query key"]]) -> Edit:
+    def edit(scores: Tensor, sink: Tensor | None, block: Block) -> tuple[Tensor, Tensor | None]:
+        return scores.masked_fill(which(block)[:, None], -torch.inf), sink
+
+    return edit
+
+
+def scaled(factor: Callable[[Block], Float[Tensor, "batch query"]]) -> Edit:
+    """Multiplies scores, the learned sink's among them, by a factor of each query's."""
+
+    def edit(scores: Tensor, sink: Tensor | None, block: Block) -> tuple[Tensor, Tensor | None]:
+        here = factor(block)[:, None].to(scores.dtype)
+        scores = torch.where(torch.isneginf(scores), scores, scores * here[..., None])
+        return scores, None if sink is None else sink * here
+
+    return edit
+
+
+def temperature(value: float) -> Edit:
+    """Divides scores and the learned sink by a number."""
+    return scaled(lambda block: torch.full(block.query_position.shape, 1 / value))
+
+
+def scalable_softmax(s: float) -> Edit:
+    """Multiplies scores and the learned sink by ``s ln n``, n the keys that the query sees (2501.19399)."""
+    return scaled(lambda block: s * block.seen.clamp(min=1).log())
+
+
+def sink_boost(value: float | str, trained: int) -> Edit:
+    """Adds to the learned sink a number, or ``log`` or ``2log``: log(n / trained), once or twice, never below 0."""
+
+    def edit(scores: Tensor, sink: Tensor | None, block: Block) -> tuple[Tensor, Tensor | None]:
+        if sink is None:
+            raise InputError("sink-boost needs learned sinks, and this model has none; try first-and-window or far")
+        if isinstance(value, str):
+            boost = (2 if value == "2log" else 1) * (block.seen / trained).clamp(min=1).log()
+        else:
+            boost = torch.full(block.query_position.shape, float(value))
+        return scores, sink + boost[:, None].to(sink.dtype)
+
+    return edit
+
+
+def uniform_first_token(length: int) -> float:
+    """The mean weight on the first token over all queries of a sequence that attends evenly: ``H(length) / length``."""
+    return math.fsum(1 / n for n in range(1, length + 1)) / length
