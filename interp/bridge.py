@@ -163,7 +163,9 @@ def load_language_model(name: str | Path) -> LanguageModel:
         InputError: no such directory, a model that cannot be read, or one that is no causal language model.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     path, text = Path(name), str(name)
     local = path.is_dir()
     if not local and (text.startswith((".", "/", "~")) or text.count("/") != 1):

@@ -59,3 +59,13 @@ def tiny(family: str) -> LanguageModel:
                 if name.endswith("sinks"):
                     weight.copy_(torch.linspace(-1, 2, len(weight)))
     return LanguageModel(family, model)
+
+
+def word_tokenizer() -> Any:
+    """Token i is the word ``t{i}``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t1", eos_token="t2", pad_token="t0")

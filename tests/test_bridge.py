@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from families import FAMILIES, VOCABULARY, tiny
+from families import FAMILIES, VOCABULARY, tiny, word_tokenizer
 
 import interp.bridge as bridge
 from interp.bridge import attention, load_language_model, self_test
@@ -225,17 +223,18 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path):
         assert len(str(error.value)) < 600
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gpt2", "gpt_neox"])
-def test_transformer_bridge_sees_the_same_attention(family, tmp_path):
-    """The other route: full matrices through TransformerLens's hooks."""
+@EVERY_FAMILY
+def test_transformer_bridge_sees_the_same_attention(family, tmp_path, monkeypatch):
+    """The other route: full matrices through TransformerLens's hooks, from a directory, with nothing looked up."""
     from transformer_lens.model_bridge import TransformerBridge
 
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model, tokens = tiny(family), ids()
-    lens = TransformerBridge.boot_transformers(family, hf_model=model.model, device="cpu")
+    model.model.save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    lens = TransformerBridge.boot_transformers(str(tmp_path), device="cpu")
     logits, cache = lens.run_with_cache(tokens)
     found_logits, found = patterns(model, tokens)
-    torch.testing.assert_close(logits, found_logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, found_logits, rtol=1e-5, atol=1e-5)
     for layer in range(2):
         torch.testing.assert_close(cache[f"blocks.{layer}.attn.hook_pattern"], found[layer], rtol=1e-5, atol=1e-5)
-    assert math.isfinite(float(logits.sum()))
