@@ -349,6 +349,49 @@ def counters(
 
 
 @app.command()
+def audit(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Directory in Hugging Face format, or a hub id.", show_default=False)
+    ],
+    lengths: Annotated[str, typer.Option(help="Tokens: one number or a list.")] = "64,128,256,512",
+    task: Annotated[
+        str, typer.Option(help="induction, passkey, or a file of cases, one JSON object a line.")
+    ] = "induction",
+    cases: Annotated[int, typer.Option(help="Cases of each length.", min=1)] = 8,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which heads of a language model lose their targets as the context grows, and from what length."""
+    sizes = _lengths(lengths)
+    _use_threads(threads)
+    import torch
+
+    from interp.audit import audit as run_audit
+    from interp.audit import describe
+    from interp.bridge import load_language_model
+
+    loaded = load_language_model(model)
+    with _status() as tell:
+        found = run_audit(loaded, sizes, task, cases, seed=seed, progress=tell)
+    run = {"seed": seed, "cases": cases, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    payload = {**found.to_json(), "run": run}
+
+    def show(console: Console) -> None:
+        head, *evidence = describe(found)
+        console.print(head, style="bold", markup=False)
+        for line in evidence:
+            indented = textwrap.fill(line, console.width, initial_indent="  - ", subsequent_indent="    ")
+            console.print(indented, markup=False)
+        console.print()
+        _table(console, [asdict(row) for row in found.lengths])
+        console.print()
+        _table(console, [asdict(row) for row in found.heads])
+
+    _emit(payload, as_json, show)
+
+
+@app.command()
 def diagnose(
     checkpoint: Checkpoint,
     digits: Digits = "100",
