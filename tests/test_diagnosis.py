@@ -71,7 +71,7 @@ def test_the_diluting_checkpoints_dilute(name):
     model = load_checkpoint(FIXTURES / name)
     found = diagnose(model, 100, 30)
     trials = {trial.name: trial for trial in found.trials}
-    assert found.score.n_wrong > 50
+    assert found.score.n_wrong > 30
     assert trials["far"].wrong < 0.01 * found.score.n_wrong
     assert trials["random-control"].wrong > 0.1 * found.score.n_wrong
     assert (found.verdict.cause, found.verdict.proved, found.verdict.proof.edit) == ("dilution", True, "far")
