@@ -22,6 +22,7 @@ lint: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/python tests/benchmarks/bench_score.py
 	$(BIN)/python tests/benchmarks/bench_long.py
+	$(BIN)/python tests/benchmarks/bench_audit.py
 
 readme: $(VENV)/.ready
 	$(BIN)/python tests/readme.py
