@@ -63,9 +63,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standar
 @app.command()
 def recipes(as_json: AsJson = False) -> None:
     """List the training recipes."""
-    from models.recipes import RECIPES
+    from models.recipes import LANGUAGE_RECIPES, RECIPES
 
-    rows = [{"name": r.name, "steps": r.steps, "batch": r.batch, "about": r.about} for r in RECIPES.values()]
+    every: list[Any] = [*RECIPES.values(), *LANGUAGE_RECIPES.values()]
+    rows = [{"name": r.name, "steps": r.steps, "batch": r.batch, "about": r.about} for r in every]
     _emit({"recipes": rows}, as_json, lambda console: _table(console, rows))
 
 
@@ -80,8 +81,11 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a recipe. Resumable after a kill at any moment, to the same weights."""
-    from models.recipes import named_recipe
+    from models.recipes import LANGUAGE_RECIPES, named_recipe
 
+    if recipe in LANGUAGE_RECIPES:
+        _train_language_model(recipe, out, steps, resume, seed, threads, as_json)
+        return
     chosen = named_recipe(recipe, steps)
     _use_threads(threads)
     from models.checkpoint import load_record
@@ -107,6 +111,28 @@ def train(
         "exact": last.exact,
         "seconds": record.seconds,
     }
+    _emit(row, as_json, lambda console: _table(console, [row]))
+
+
+def _train_language_model(
+    name: str, out: Path, steps: int | None, resume: bool, seed: int, threads: int, as_json: bool
+) -> None:
+    from models.config import InputError
+    from models.recipes import LANGUAGE_RECIPES
+
+    if resume:
+        raise InputError(f"{name} takes minutes and does not resume; leave out --resume")
+    if steps is not None and steps < 1:
+        raise InputError(f"steps must be at least 1, got {steps}")
+    chosen = LANGUAGE_RECIPES[name].model_copy(update={} if steps is None else {"steps": steps})
+    _use_threads(threads)
+    from models.language import train_language_model
+
+    with _progress(chosen.steps, name) as tell:
+        last = train_language_model(
+            chosen, seed, out, lambda step, loss, right: tell(step, f"loss {loss:.4f}, right {right:.3f}")
+        )
+    row = {"checkpoint": str(out), "recipe": name, "seed": seed, **last}
     _emit(row, as_json, lambda console: _table(console, [row]))
 
 

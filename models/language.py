@@ -1,8 +1,8 @@
 """A small language model with a known task: induction, learned at short lengths.
 
 A Llama of transformers (rotary positions) that reads random tokens repeated once, and predicts every token of the
-second half: the token after the previous occurrence of the one it stands at. The checkpoint is a directory in Hugging Face
-format, with ``training.json`` beside it.
+second half: the token after the previous occurrence of the one it stands at. The checkpoint is a directory in Hugging
+Face format, with ``training.json`` beside it.
 """
 
 from __future__ import annotations
@@ -16,46 +16,17 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
-from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from models.addition import generator
 from models.checkpoint import CheckpointError
-from models.config import Frozen
 from models.files import write_atomically
+from models.recipes import LanguageRecipe
+from models.training import source_commit
 
 PROBES = 64  # sequences behind each accuracy of the curve
 PROBE_EVERY = 100
-
-
-class LanguageRecipe(Frozen):
-    """``steps`` of AdamW on ``batch`` fresh sequences of ``shortest`` to ``longest`` tokens, one length a step; the
-    learning rate is warmed up over ``warmup`` steps and then lowered by a cosine to 0.
-    """
-
-    name: str = "induction-llama"
-    vocabulary: int = Field(default=128, ge=8)
-    shortest: int = Field(default=8, ge=4)
-    longest: int = Field(default=64, ge=4)
-    positions: int = Field(default=512, ge=4)
-    layers: int = Field(default=2, ge=1)
-    heads: int = Field(default=4, ge=1)
-    width: int = Field(default=64, ge=8)
-    rotary_base: float = Field(default=10_000.0, gt=1)
-    steps: int = Field(default=3000, ge=1)
-    batch: int = Field(default=64, ge=1)
-    learning_rate: float = Field(default=2e-3, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
-    warmup: int = Field(default=100, ge=0)
-
-    @model_validator(mode="after")
-    def _fits(self) -> LanguageRecipe:
-        if not self.shortest <= self.longest <= self.positions:
-            raise ValueError(f"lengths must rise: {self.shortest}, {self.longest}, {self.positions} positions")
-        if self.vocabulary < self.longest // 2:
-            raise ValueError(f"a vocabulary of {self.vocabulary} has no {self.longest // 2} distinct tokens")
-        return self
 
 
 def train_language_model(
@@ -63,8 +34,10 @@ def train_language_model(
     seed: int,
     folder: Path,
     progress: Callable[[int, float, float], None] = lambda step, loss, right: None,
-) -> Path:
+) -> dict[str, Any]:
     """Train and write the checkpoint; takes minutes on one core, and starts again if it is stopped.
+
+    Returns the last point of its curve: step, loss, and share of decisions right at the longest training length.
 
     Raises:
         CheckpointError: the folder holds a checkpoint already.
@@ -75,7 +48,8 @@ def train_language_model(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, betas=(0.9, 0.98)
     )
-    curve, right = [], 0.0
+    curve: list[dict[str, Any]] = []
+    right = 0.0
     for step in range(recipe.steps):
         warm = min(1.0, (step + 1) / recipe.warmup) if recipe.warmup else 1.0
         for group in optimizer.param_groups:
@@ -96,10 +70,15 @@ def train_language_model(
     folder.mkdir(parents=True, exist_ok=True)
     model.eval().save_pretrained(folder, safe_serialization=True)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": _transformers()}
-    record = {"recipe": recipe.model_dump(), "seed": seed, "threads": torch.get_num_threads()}
+    record = {
+        "recipe": recipe.model_dump(),
+        "seed": seed,
+        "threads": torch.get_num_threads(),
+        "commit": source_commit(),
+    }
     text = json.dumps({**record, "versions": versions, "curve": curve}, indent=1) + "\n"
     write_atomically(folder / "training.json", lambda aside: aside.write_text(text, encoding="utf-8"))
-    return folder
+    return curve[-1]
 
 
 def repeated(

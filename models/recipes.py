@@ -162,6 +162,47 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+class LanguageRecipe(Frozen):
+    """``steps`` of AdamW on ``batch`` fresh sequences of ``shortest`` to ``longest`` tokens, one length a step; the
+    learning rate is warmed up over ``warmup`` steps and then lowered by a cosine to 0.
+    """
+
+    name: str
+    about: str
+    vocabulary: int = Field(default=128, ge=8)
+    shortest: int = Field(default=8, ge=4)
+    longest: int = Field(default=64, ge=4)
+    positions: int = Field(default=512, ge=4)
+    layers: int = Field(default=2, ge=1)
+    heads: int = Field(default=4, ge=1)
+    width: int = Field(default=64, ge=8)
+    rotary_base: float = Field(default=10_000.0, gt=1)
+    steps: int = Field(default=3000, ge=1)
+    batch: int = Field(default=64, ge=1)
+    learning_rate: float = Field(default=2e-3, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    warmup: int = Field(default=100, ge=0)
+
+    @model_validator(mode="after")
+    def _fits(self) -> LanguageRecipe:
+        if not self.shortest <= self.longest <= self.positions:
+            raise ValueError(f"lengths must rise: {self.shortest}, {self.longest}, {self.positions} positions")
+        if self.vocabulary < self.longest // 2:
+            raise ValueError(f"a vocabulary of {self.vocabulary} has no {self.longest // 2} distinct tokens")
+        return self
+
+
+LANGUAGE_RECIPES: dict[str, LanguageRecipe] = {
+    recipe.name: recipe
+    for recipe in (
+        LanguageRecipe(
+            name="induction-llama",
+            about="a language model of 2 layers that repeats random tokens, up to 64 of them",
+        ),
+    )
+}
+
+
 def named_recipe(name: str, steps: int | None = None) -> Recipe:
     """The recipe of this name, with another number of steps if given (the schedule stretches with it).
 

@@ -75,7 +75,7 @@ class Trainer:
         self.step = 0
         self.curve: list[CurvePoint] = []
         self.seconds = 0.0
-        self.commit = _commit()  # of the source as it was imported, not as it is when the run ends
+        self.commit = source_commit()  # of the source as it was imported, not as it is when the run ends
         if (folder / "training.json").exists():
             self._refuse_another_run()
         elif resume and self._resume_file.exists():
@@ -332,7 +332,7 @@ def _version() -> str:
         return "unknown"
 
 
-def _commit() -> str | None:
+def source_commit() -> str | None:
     """The git revision of the source, ``-dirty`` if ``models/`` differs from it; None outside a checkout."""
     here = Path(__file__).parent
     try:

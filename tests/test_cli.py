@@ -20,7 +20,7 @@ from interp.decisions import score
 from interp.interventions import NAMES, parse_intervention
 from models.addition import handmade_problems
 from models.checkpoint import load_checkpoint
-from models.recipes import RECIPES
+from models.recipes import LANGUAGE_RECIPES, RECIPES
 
 ROOT = Path(__file__).parents[1]
 FIXTURE = ROOT / "fixtures" / "1digit-rotary2d-pressure-seed0"
@@ -109,7 +109,7 @@ def test_compare_takes_the_handmade_problems(leaksum):
 def test_recipes_are_listed(leaksum):
     code, out, err = leaksum("recipes", "--json")
     assert (code, err) == (0, "")
-    assert [row["name"] for row in json.loads(out)["recipes"]] == list(RECIPES)
+    assert [row["name"] for row in json.loads(out)["recipes"]] == [*RECIPES, *LANGUAGE_RECIPES]
     code, out, err = leaksum("recipes")
     assert code == 0
     assert all(name in out for name in RECIPES)
