@@ -6,7 +6,7 @@ number; a **column counter** is one that follows it closely, and more closely th
 sequence, on numbers of different lengths.
 
 Where the numbers' rates differ by e a digit, their counts in the same column are half a column apart after
-``1 / (2 e)`` digits, and from there on a kernel that peaks at 0 prefers the neighbouring digit.
+``1 / (2 e)`` digits more than at the start, and from there on a kernel that peaks at 0 prefers the neighbouring digit.
 """
 
 from __future__ import annotations
@@ -79,8 +79,10 @@ class CounterProbe:
         return self.counts_columns and all(abs(rate - 1) <= ONE_A_DIGIT for rate in self.per_digit)
 
     def half_column(self, pair: str) -> int | None:
-        """The first column in which the counts of the two rows are half a column apart; None if they never are."""
-        far = np.flatnonzero(np.abs(self.apart[pair]) >= HALF * self.pace)
+        """The first column by which the two rows' counts have come half a column further apart, or nearer, than in
+        column 0; None if they never do. A difference that is there from the start is one that kernels can learn.
+        """
+        far = np.flatnonzero(np.abs(self.apart[pair] - self.apart[pair][:1]) >= HALF * self.pace)
         return int(far[0]) if len(far) else None
 
     def predicted_half_column(self, pair: str) -> float:

@@ -435,8 +435,8 @@ class _Investigation:
         exact = sum(before[i].one_a_digit for i in of)
         return [
             f"{len(of)} of {len(before)} counters follow the column, {exact} at one a digit; by their rates in "
-            f"training the first would be half a column apart between two rows at column {predicted:.0f}, and "
-            + (f"is at column {min(actual)}" if actual else f"none is within {digits} digits")
+            f"training the first would drift half a column apart between two rows by column {predicted:.0f}, and "
+            + (f"does by column {min(actual)}" if actual else f"none does within {digits} digits")
         ]
 
     def _ledger_lines(self, heads: tuple[Head, ...]) -> list[str]:

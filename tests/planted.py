@@ -201,6 +201,10 @@ def every(layers: tuple[int, ...] = (0, 1, 2)) -> Heads:
     return tuple((layer, head) for layer in layers for head in range(4))
 
 
+MISCOUNTS = (
+    Miscount("the sum's digits count .97", 60, (2,), 0.97),
+    Miscount("b's and the sum's digits count .98", 80, (1, 2), 0.98),
+)
 PLANTS = (
     Plant("one key 12 columns back, head 1.0", "aliasing", 40, ((1, 0),), alias(12)),
     Plant("one key a row 13 columns back, all heads", "aliasing", 60, every(), alias(13)),

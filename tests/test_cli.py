@@ -480,3 +480,18 @@ def test_a_file_is_no_checkpoint_and_problems_have_a_limit(leaksum, arguments):
     code, out, err = leaksum(*arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "it is a file" in err or "problems must be at most 100000, got 10000000000" in err
+
+
+def test_counters_prints_a_row_a_counter_and_a_head(leaksum):
+    fixture = str(ROOT / "fixtures" / "1digit-counters-seed0")
+    code, out, err = leaksum("counters", fixture, "--digits", 12, "--problems", 5, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert (len(found["counters"]), len(found["null_keys"])) == (24, 12)
+    assert found["column_counters"] == sum(row["counts_columns"] for row in found["counters"]) > 0
+    code, people, _ = leaksum("counters", fixture, "--digits", 12, "--problems", 5)
+    assert code == 0
+    assert f"{found['column_counters']} of 24 counters follow the column" in people
+    code, out, err = leaksum("counters", HERE)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "no counters" in err

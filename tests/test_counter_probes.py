@@ -96,7 +96,7 @@ def test_rates_of_rows_and_the_column_where_they_are_half_a_column_apart():
         columns = np.arange(len(found.apart[pair]))
         np.testing.assert_allclose(found.apart[pair], apart * (columns + 1), atol=1e-4)
         assert found.predicted_half_column(pair) == pytest.approx(pace / (2 * abs(apart)), rel=1e-4)
-        half = math.ceil(pace / (2 * abs(apart)) - 1e-6) - 1  # after so many digits, of which column 0 is the first
+        half = math.ceil(pace / (2 * abs(apart)) - 1e-6)
         assert found.half_column(pair) == (half if half < len(columns) else None)
 
 

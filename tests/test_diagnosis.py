@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from planted import PLANTS, Plant
+from planted import MISCOUNTS, PLANTS, Plant
 from planted_blind import BLIND
 
 import interp.diagnosis
@@ -34,14 +34,16 @@ def test_the_plants_cover_every_cause_in_different_heads_and_lengths():
     assert frame["heads"].nunique() >= 3
 
 
-@pytest.mark.parametrize("plant", [*PLANTS, *BLIND], ids=lambda plant: plant.name)
+@pytest.mark.parametrize("plant", [*PLANTS, *MISCOUNTS, *BLIND], ids=lambda plant: plant.name)
 def test_a_plant_touches_nothing_at_training_lengths(plant: Plant):
     model = plant.model()
     assert score(model, model.task.evaluation_problems(10, 10)).n_wrong == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("plants", "problems"), [(PLANTS, 6), (BLIND, 10)], ids=["planted", "planted blind"])
+@pytest.mark.parametrize(
+    ("plants", "problems"), [((*PLANTS, *MISCOUNTS), 6), (BLIND, 10)], ids=["planted", "planted blind"]
+)
 def test_planted_failures_are_told_apart(monkeypatch, capsys, plants, problems):
     monkeypatch.setattr(interp.diagnosis, "HEAD_PROBLEMS", 1)
     rows = []

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peak import grown, in_own_process
 
 from interp.audit import Case, _Book
 from interp.bridge import LanguageModel, attention
@@ -94,23 +94,10 @@ ROUTES: dict[str, Callable[[LanguageModel, int], None]] = {
 }
 
 
-def peak(route: str, length: int) -> float:
-    out = subprocess.run([sys.executable, __file__, route, str(length)], capture_output=True, text=True, check=True)
-    return float(json.loads(out.stdout.splitlines()[-1]))
-
-
 def measure_peak(route: str, length: int) -> float:
     model = llama()
     ROUTES[route](model, 128)  # what the first call alone takes
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts here
-    ROUTES[route](model, length)
-    return (_status("VmHWM") - before) / 1e3
-
-
-def _status(field: str) -> int:
-    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
-    return int(line.split()[1])
+    return grown(lambda: ROUTES[route](model, length))
 
 
 def main() -> int:
@@ -128,7 +115,7 @@ def main() -> int:
             began = time.process_time()
             ROUTES[route](model, n)
             seconds[route, n] = min(seconds[route, n], time.process_time() - began)
-    memory = {cell: peak(*cell) for cell in cells}
+    memory = {cell: in_own_process(__file__, *cell) for cell in cells}
     print("| one thread | " + " | ".join(f"{n} tokens" for n in LENGTHS) + " |")
     print("|---|" + "---:|" * len(LENGTHS))
     for route in ROUTES:

@@ -9,7 +9,6 @@ growth of the resident set's high-water mark, each in a process of its own. Run 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import torch
 from einops import einsum
+from peak import grown, in_own_process
 
 import interp.passes as passes
 from interp.ledger import build_ledger
@@ -120,30 +120,17 @@ ROUTES: dict[str, Callable[[HookedAdder, int], None]] = {
 FULL = ("ledger, full matrices", "run_with_cache + einops")
 
 
-def peak(route: str, digits: int) -> float:
-    """MB by which the process's peak grows over what it held before, measured in a process of its own."""
-    out = subprocess.run([sys.executable, __file__, route, str(digits)], capture_output=True, text=True, check=True)
-    return float(json.loads(out.stdout))
-
-
 def measure_peak(route: str, digits: int) -> float:
     torch.set_num_threads(1)
     model = load_checkpoint(FIXTURE)
     ROUTES[route](model, 5)  # what the first call alone takes
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts here
-    ROUTES[route](model, digits)
-    return (_status("VmHWM") - before) / 1e3
-
-
-def _status(field: str) -> int:
-    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
-    return int(line.split()[1])
+    return grown(lambda: ROUTES[route](model, digits))
 
 
 def measure(lengths: tuple[int, ...] = LENGTHS, rounds: int = ROUNDS) -> dict[tuple[str, int], tuple[float, float]]:
     """Seconds and MB per (route, digits)."""
     model = load_checkpoint(FIXTURE)
+    check(model)
     cells = [(route, n) for n in lengths for route in ROUTES if n <= CACHED_UP_TO or route not in FULL]
     seconds = dict.fromkeys(cells, float("inf"))
     for _ in range(rounds):
@@ -151,7 +138,7 @@ def measure(lengths: tuple[int, ...] = LENGTHS, rounds: int = ROUNDS) -> dict[tu
             began = time.process_time()
             ROUTES[route](model, n)
             seconds[route, n] = min(seconds[route, n], time.process_time() - began)
-    return {cell: (seconds[cell], peak(*cell)) for cell in cells}
+    return {cell: (seconds[cell], in_own_process(__file__, *cell)) for cell in cells}
 
 
 def main() -> int:
