@@ -42,6 +42,8 @@ def train_language_model(
     Raises:
         CheckpointError: the folder holds a checkpoint already.
     """
+    from transformers.utils.logging import disable_progress_bar
+
     if (folder / "training.json").exists():
         raise CheckpointError(f"{folder} already holds a checkpoint; choose another --out")
     model = _llama(recipe, seed)
@@ -68,6 +70,7 @@ def train_language_model(
             curve.append({"step": step + 1, "loss": loss.item(), "right": right})
         progress(step + 1, loss.item(), right)
     folder.mkdir(parents=True, exist_ok=True)
+    disable_progress_bar()
     model.eval().save_pretrained(folder, safe_serialization=True)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": _transformers()}
     record = {

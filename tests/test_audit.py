@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from test_bridge import own
 import interp.audit as audits
 import interp.cli as cli
 from interp.audit import Case, audit, induction, language_edit, passkey, read_cases
-from interp.bridge import LanguageModel, uniform_first_token
+from interp.bridge import LanguageModel, load_language_model, uniform_first_token
 from interp.interventions import Scope
 from models.config import InputError
 
@@ -252,3 +253,22 @@ def test_bad_input_is_one_line(tmp_path, capsys, more, word):
     out, err = capsys.readouterr()
     assert (stop.value.code, out, err.count("\n")) == (2, "", 1)
     assert word in err
+
+
+def test_the_shipped_language_model_fails_by_degrees_in_its_second_layer():
+    """It repeats all that it was trained on, and less the longer the sequence, inside its 512 positions: the heads that
+    found the target at 32 tokens score it below other keys at 256, and no edit tried brings it back."""
+    model = load_language_model(Path(__file__).parents[1] / "fixtures" / "induction-llama-seed0")
+    found = audit(model, [32, 64, 96, 128, 256], cases=4)
+    right = [score.right for score in found.lengths]
+    assert right[:2] == [1, 1]
+    assert right[2:] == sorted(right[2:], reverse=True)
+    assert 0.5 < right[2] < 0.9
+    assert right[-1] < 0.2
+    assert found.verdict.fails_from == 96
+    assert found.verdict.repaired_by is None
+    assert found.verdict.heads
+    assert all(layer == 1 for layer, _ in found.verdict.heads)
+    rows = {(row.layer, row.head, row.length): row for row in found.heads}
+    for head in found.verdict.heads:
+        assert rows[*head, 256].gap < 0 < rows[*head, 32].target_share - rows[*head, 256].target_share
