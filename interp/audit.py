@@ -43,6 +43,7 @@ PERFORMS = 0.3  # mean share on the targets at the shortest length from which a 
 HEALTHY = 0.95  # share of decisions right from which there is nothing to explain
 REPAIRS = 0.5  # of the wrong decisions, the share that an intervention must repair to be named
 KEY_TOKENS = 5  # of a passkey
+MOST_CASES, MOST_TOKENS = 10_000, 10**6  # of each length; of a case
 MOST_LINES = 100_000  # of a file of cases
 
 
@@ -203,7 +204,7 @@ def read_cases(path: str | Path, model: LanguageModel) -> list[Case]:
         InputError: the file or a line of it cannot be used; names the line.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from error
     cases: list[Case] = []
@@ -213,13 +214,20 @@ def read_cases(path: str | Path, model: LanguageModel) -> list[Case]:
         if len(cases) == MOST_LINES:
             raise InputError(f"{path}: more than {MOST_LINES} cases; split the file")
         try:
-            cases.append(_case(json.loads(line), model))
+            cases.append(_case(json.loads(line, object_pairs_hook=_once), model))
         except (ValueError, RecursionError) as error:  # of JSON too
             why = " ".join(str(error).split())[:160] or type(error).__name__
             raise InputError(f"{path}, line {number}: {why}") from error
     if not cases:
         raise InputError(f"{path}: no case; give one JSON object a line")
     return cases
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise InputError("a key is given twice")
+    return found
 
 
 def _case(found: Any, model: LanguageModel) -> Case:
@@ -235,7 +243,7 @@ def _case(found: Any, model: LanguageModel) -> Case:
             raise InputError("text must be a string")
         if model.tokenizer is None:
             raise InputError(f"{model.name} has no tokenizer; give tokens")
-        tokens = tuple(model.tokenizer(found["text"])["input_ids"])
+        tokens = _tokenized(found["text"], model)
         start = model.tokenizer.bos_token_id
         if start is not None and tokens[:2] == (start, start):
             warnings.warn(
@@ -263,6 +271,19 @@ def _case(found: Any, model: LanguageModel) -> Case:
         keys = _whole_numbers(target if isinstance(target, list) else [target], "targets", query + 1)
         targets.append(keys or None)
     return Case(tokens, decisions, tuple(targets))
+
+
+def _tokenized(text: str, model: LanguageModel) -> tuple[int, ...]:
+    try:
+        tokens = tuple(model.tokenizer(text)["input_ids"])
+    except Exception as error:  # of the tokenizer's own code
+        why = " ".join(str(error).split())[:100]
+        raise InputError(
+            f"the tokenizer cannot read {text[:40]!r} ({type(error).__name__}: {why}); give tokens"
+        ) from error
+    if any(token >= model.vocabulary for token in tokens):
+        raise InputError(f"the tokenizer gives {max(tokens)}, and the model's ids end at {model.vocabulary - 1}")
+    return tokens
 
 
 def _whole_numbers(values: Any, what: str, below: int) -> tuple[int, ...]:
@@ -311,8 +332,8 @@ def audit(
 
 
 def _cases(model: LanguageModel, lengths: Sequence[int], task: str, n: int, seed: int) -> dict[int, list[Case]]:
-    if n < 1:
-        raise InputError(f"cases must be at least 1, got {n}")
+    if not 1 <= n <= MOST_CASES:
+        raise InputError(f"cases must be from 1 to {MOST_CASES}, got {n}")
     if task not in TASKS:
         if not Path(task).is_file():
             raise InputError(f"no task is called {task[:60]!r}, and no such file is there; {' or '.join(TASKS)} are")
@@ -322,6 +343,9 @@ def _cases(model: LanguageModel, lengths: Sequence[int], task: str, n: int, seed
         return found
     if not lengths:
         raise InputError("give at least one length")
+    most = MOST_TOKENS if model.limit is None else min(model.limit, MOST_TOKENS)
+    if max(lengths) > most:
+        raise InputError(f"{model.name} has {most} positions, got a length of {max(lengths)}; take shorter ones")
     make = induction if task == "induction" else passkey
     return {length: make(model.vocabulary, length, n, seed) for length in sorted(set(lengths))}
 

@@ -8,7 +8,10 @@ weights to those who watch; nothing of size length x length is held. A model is 
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,6 +30,14 @@ NAME = "leaksum"  # under which transformers knows our attention
 BLOCK = 64  # queries
 TOLERANCE = 1e-4  # of logits, as a share of their range, between our attention and the model's own
 TEST_TOKENS = 24
+_MOST = {  # of sizes in a configuration; larger ones are a mistake, or fit nowhere
+    "num_hidden_layers": 1000,
+    "num_attention_heads": 10_000,
+    "num_key_value_heads": 10_000,
+    "hidden_size": 1_000_000,
+    "vocab_size": 10_000_000,
+    "max_position_embeddings": 10**10,
+}
 
 
 class Block(NamedTuple):
@@ -132,7 +143,13 @@ class LanguageModel:
         token = _SESSION.set(_Session(mask, edits, watches, block))
         try:
             with torch.no_grad(), _evaluating(self.model), attention(self.model, NAME):
-                out = self.model(input_ids=tokens, attention_mask=mask.long(), position_ids=positions, use_cache=False)
+                out = self.model(
+                    input_ids=tokens,
+                    attention_mask=mask.long(),
+                    position_ids=positions,
+                    use_cache=False,
+                    return_dict=True,
+                )
         finally:
             _SESSION.reset(token)
         return out.logits
@@ -162,31 +179,94 @@ def load_language_model(name: str | Path) -> LanguageModel:
     Raises:
         InputError: no such directory, a model that cannot be read, or one that is no causal language model.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar, set_verbosity
 
     disable_progress_bar()
-    path, text = Path(name), str(name)
+    set_verbosity(logging.CRITICAL)  # what is wrong is said in one line, below
+    path, text = Path(name), str(name)[:200]
     local = path.is_dir()
-    if not local and (text.startswith((".", "/", "~")) or text.count("/") != 1):
-        raise InputError(f"{text[:200]}: no such directory; give a model's directory, or a hub id as owner/name")
-    if local and not (path / "config.json").is_file():
-        raise InputError(f"{path}: no config.json; give a model's directory in Hugging Face format")
+    if local:
+        _check_files(path)
+    elif path.exists() or text.startswith((".", "/", "~")) or text.count("/") != 1 or Path(text.split("/")[0]).exists():
+        raise InputError(f"{text}: no such directory; give a model's directory, or a hub id as owner/name")
     options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, use_safetensors=True, attn_implementation="eager", **options
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = AutoConfig.from_pretrained(name, **options)
+            _check_config(config, text)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype=torch.float32,
+                use_safetensors=True,
+                attn_implementation="eager",
+                output_loading_info=True,
+                **options,
+            )
+    except InputError:
+        raise
     except Exception as error:  # whatever transformers makes of it
         why = " ".join(str(error).split())[:200]
-        raise InputError(f"{text[:200]} cannot be read as a causal language model ({why}); see its files") from error
-    tokenizer = None
-    if not local or any((path / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
+        raise InputError(
+            f"{text} cannot be read as a causal language model ({type(error).__name__}: {why}); see its files"
+        ) from error
+    model, found = loaded
+    _check_weights(model, found, text)
+    tokenizer, files = None, ("tokenizer.json", "tokenizer_config.json")
+    if not local or any((path / file).is_file() for file in files):
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, **options)
         except Exception:  # token ids do without one, and text is refused where it is met
             tokenizer = None
     return LanguageModel(text, model.eval(), tokenizer)
+
+
+def _check_files(path: Path) -> None:
+    """Refuses a directory whose weights are not, or not all, in safetensors files of its own."""
+    if not (path / "config.json").is_file():
+        raise InputError(f"{path}: no config.json; give a model's directory in Hugging Face format")
+    if not any(path.glob("*.safetensors")):
+        raise InputError(f"{path}: no weights in safetensors; save the model with safe_serialization=True")
+    for index in path.glob("*.index.json"):
+        try:
+            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            raise InputError(f"{index}: no index of weights ({type(error).__name__}); save the model again") from error
+        for file in files:
+            if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file:
+                raise InputError(f"{index}: names {str(file)[:60]!r}, which is no safetensors file of this directory")
+
+
+def _check_config(config: Any, name: str) -> None:
+    """Refuses sizes that make no model, or none that fits any machine, before one is built."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise InputError(f"{name}: its weights are quantized; give the model in float32, float16 or bfloat16")
+    text = config.get_text_config()
+    for field_name, most in _MOST.items():
+        value = getattr(text, field_name, None)
+        if value is not None and not (isinstance(value, int) and 1 <= value <= most):
+            raise InputError(f"{name}: its config.json has {field_name}={value!r}, which must be from 1 to {most}")
+    window = getattr(text, "sliding_window", None)
+    if window is not None and not (isinstance(window, int) and window >= 1):
+        raise InputError(f"{name}: its config.json has sliding_window={window!r}, which must be at least 1 or null")
+
+
+def _check_weights(model: Any, found: dict[str, Any], name: str) -> None:
+    """Refuses a model of which weights are missing, left over or not finite."""
+    for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        keys = sorted(map(str, found.get(what) or ()))
+        if keys:
+            kind = what.removesuffix("_keys")
+            raise InputError(
+                f"{name}: {len(keys)} weights are {kind}, {keys[0][:80]} first; give a causal language model"
+            )
+    for key, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise InputError(
+                f"{name}: {key} has weights that are not finite; the file is damaged, or training diverged"
+            )
 
 
 @contextmanager
@@ -279,7 +359,16 @@ def self_test(language_model: LanguageModel, seed: int = 0) -> None:
     Raises:
         InputError: one of these fails; says which.
     """
-    tokens = _random_tokens(language_model, TEST_TOKENS, seed)
+    try:
+        _compare(language_model, _random_tokens(language_model, TEST_TOKENS, seed))
+    except InputError:
+        raise
+    except Exception as error:  # of the model's own code
+        why = " ".join(str(error).split())[:120]
+        raise _refused(language_model, f"its forward pass fails ({type(error).__name__}: {why})") from error
+
+
+def _compare(language_model: LanguageModel, tokens: Int[Tensor, "1 pos"]) -> None:
     kept: dict[int, list[Tensor]] = {}
 
     def keep(block: Block, scores: Tensor, sink: Tensor | None, weights: Tensor) -> None:
@@ -289,7 +378,7 @@ def self_test(language_model: LanguageModel, seed: int = 0) -> None:
 
     found = language_model.run(tokens, watches=[keep], block=7)
     with torch.no_grad(), _evaluating(language_model.model), attention(language_model.model, "eager"):
-        own = language_model.model(input_ids=tokens, use_cache=False, output_attentions=True)
+        own = language_model.model(input_ids=tokens, use_cache=False, output_attentions=True, return_dict=True)
     span = float(own.logits.max() - own.logits.min()) or 1.0
     apart = float((found - own.logits).abs().max()) / span
     if not apart <= TOLERANCE:

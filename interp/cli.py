@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -55,7 +56,8 @@ Problems = Annotated[int, typer.Option(help="Random problems at each length.")]
 ProblemsFrom = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Take the problems from a file, one 'a + b' a line.")
 ]
-Seed = Annotated[int, typer.Option(help="Seed of the problems.", min=0)]
+MOST_SEED = 2**63 - 1
+Seed = Annotated[int, typer.Option(help="Seed of the problems.", min=0, max=MOST_SEED)]
 Threads = Annotated[int | None, typer.Option(help="CPU threads (default: torch's own choice).", min=1)]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
 
@@ -76,7 +78,7 @@ def train(
     out: Annotated[Path, typer.Option(help="Directory of the checkpoint.", show_default=False)],
     steps: Annotated[int | None, typer.Option(help="Train for so many steps (default: the recipe's).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run in --out.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of weights and problems.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and problems.", min=0, max=MOST_SEED)] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; results depend on it by rounding.", min=1)] = 1,
     as_json: AsJson = False,
 ) -> None:
@@ -389,7 +391,7 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Which heads of a language model lose their targets as the context grows, and from what length."""
-    sizes = _lengths(lengths)
+    sizes = _lengths(lengths, what="lengths")
     _use_threads(threads)
     import torch
 
@@ -398,8 +400,10 @@ def audit(
     from interp.bridge import load_language_model
 
     loaded = load_language_model(model)
-    with _status() as tell:
+    with _status() as tell, warnings.catch_warnings(record=True) as warned:
         found = run_audit(loaded, sizes, task, cases, seed=seed, progress=tell)
+    for warning in dict.fromkeys(str(w.message) for w in warned if w.category is UserWarning):
+        sys.stderr.write(f"leaksum: {' '.join(warning.split())}\n")
     run = {"seed": seed, "cases": cases, "threads": torch.get_num_threads(), "torch": torch.__version__}
     payload = {**found.to_json(), "run": run}
 
@@ -507,12 +511,12 @@ def _score(
 # From text to values
 
 
-def _lengths(text: str, one: bool = False) -> list[int]:
+def _lengths(text: str, one: bool = False, what: str = "digits") -> list[int]:
     from models.config import InputError
 
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) >= 1 for part in parts):
-        raise InputError(f"digits must be whole numbers from 1 up, separated by commas, got {text[:60]!r}")
+        raise InputError(f"{what} must be whole numbers from 1 up, separated by commas, got {text[:60]!r}")
     if one and len(parts) > 1:
         raise InputError(f"this command takes one number of digits, got {text[:60]!r}; `leaksum reach` takes several")
     return [int(part) for part in parts]

@@ -46,6 +46,7 @@ def train_language_model(
 
     if (folder / "training.json").exists():
         raise CheckpointError(f"{folder} already holds a checkpoint; choose another --out")
+    folder.mkdir(parents=True, exist_ok=True)  # what cannot be written is known before the work
     model = _llama(recipe, seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, betas=(0.9, 0.98)
@@ -69,7 +70,6 @@ def train_language_model(
             right = accuracy(model, repeated(recipe.vocabulary, recipe.longest, PROBES, seed, 0, "probe"))
             curve.append({"step": step + 1, "loss": loss.item(), "right": right})
         progress(step + 1, loss.item(), right)
-    folder.mkdir(parents=True, exist_ok=True)
     disable_progress_bar()
     model.eval().save_pretrained(folder, safe_serialization=True)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": _transformers()}

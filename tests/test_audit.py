@@ -197,6 +197,7 @@ def test_without_targets_the_best_key_is_the_target(tmp_path):
         ({"tokens": [1, 2, 3], "target": [0, 1]}, "unknown key 'target'"),
         ({"tokens": [1, 10**400]}, "from 0 to 49"),
         ("[" * 100000, "line 2"),
+        ('{"tokens": [1, 2], "tokens": [3, 4]}', "given twice"),
     ],
 )
 def test_a_bad_case_is_named_by_its_line(tmp_path, line, word):
@@ -211,6 +212,14 @@ def test_a_doubled_start_token_is_warned_about(tmp_path):
     model = LanguageModel("tiny", tiny("llama").model, word_tokenizer())
     with pytest.warns(UserWarning, match="two start tokens"):
         read_cases(write(tmp_path, {"text": "t1 t1 t5"}), model)
+
+
+def test_text_that_a_tokenizer_cannot_read_is_named(tmp_path):
+    model = LanguageModel("tiny", tiny("llama").model, word_tokenizer())
+    with pytest.raises(InputError, match=r"line 1: the tokenizer cannot read"):
+        read_cases(write(tmp_path, '{"text": "\\ud800 t3 t4"}'), model)
+    found = read_cases(write(tmp_path, json.dumps({"text": "t3\u2028 t4 t5"}, ensure_ascii=False)), model)
+    assert found[0].tokens == (3, 4, 5)
 
 
 # The command
@@ -243,7 +252,9 @@ def test_the_command_prints_the_keys_of_the_interface(tmp_path, capsys):
         (["--lengths", "2"], "at least 4"),
         (["--task", "passkey", "--lengths", "5"], "at least 12"),
         (["--task", "songs"], "no task is called 'songs'"),
-        (["--lengths", "x"], "x"),
+        (["--lengths", "x"], "lengths must be"),
+        (["--lengths", "60000000"], "96 positions"),
+        (["--cases", "99999999"], "cases must be from 1 to"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, more, word):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from families import FAMILIES, VOCABULARY, tiny, word_tokenizer
+from safetensors.torch import load_file, save_file
 
 import interp.bridge as bridge
 from interp.bridge import attention, load_language_model, self_test
@@ -221,6 +224,89 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path):
             load_language_model(path)
         assert "\n" not in str(error.value)
         assert len(str(error.value)) < 600
+
+
+def spoilt(tmp_path, change=None, **config):
+    """A saved tiny Llama whose weights or configuration were changed."""
+    tiny("llama").model.save_pretrained(tmp_path)
+    if change is not None:
+        weights = load_file(tmp_path / "model.safetensors")
+        change(weights)
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    about = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(about | config))
+    return tmp_path
+
+
+def _poison(weights):
+    weights["model.embed_tokens.weight"][3, 0] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "word"),
+    [
+        (lambda w: w.pop("model.layers.1.self_attn.q_proj.weight"), {}, "1 weights are missing, model.layers.1"),
+        (lambda w: w.pop("lm_head.weight"), {}, "missing, lm_head"),
+        (lambda w: w.clear() or w.update(foo=torch.ones(1)), {}, "missing"),
+        (lambda w: w.update(foo=torch.ones(1)), {}, "1 weights are unexpected, foo"),
+        (_poison, {}, "embed_tokens.weight has weights that are not finite"),
+        (None, {"num_hidden_layers": 1}, "unexpected"),
+        (None, {"num_hidden_layers": 3}, "missing"),
+        (None, {"num_hidden_layers": 10**6}, "num_hidden_layers=1000000, which must be from 1 to 1000"),
+        (None, {"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        (None, {"max_position_embeddings": -5}, "max_position_embeddings=-5"),
+        (None, {"hidden_size": 10**9}, "hidden_size=1000000000"),
+        (None, {"hidden_size": 0}, "hidden_size=0"),
+        (None, {"quantization_config": {"quant_method": "zzz"}}, "quantized"),
+        (None, {"hidden_act": "nope"}, "cannot be read"),
+        (None, {"architectures": ["LlamaModel"], "model_type": "bert"}, "weights are|cannot be read"),
+    ],
+)
+def test_damaged_models_are_refused_in_one_line(tmp_path, capfd, change, config, word):
+    with pytest.raises(InputError, match=word) as error:
+        load_language_model(spoilt(tmp_path, change, **config))
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_classifier_is_no_language_model(tmp_path):
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    LlamaForSequenceClassification(LlamaConfig(**FAMILIES["llama"][1])).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="give a causal language model"):
+        load_language_model(tmp_path)
+
+
+def test_pickled_weights_are_not_reached_through_an_index_or_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("something was unpickled"))
+    folder = spoilt(tmp_path / "saved")
+    for names in ({"lm_head.weight": "pytorch_model.bin"}, {"lm_head.weight": "../x.safetensors"}, ["x"]):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+        with pytest.raises(InputError, match="index"):
+            load_language_model(folder)
+    with pytest.raises(InputError, match="no such directory; give a model's directory"):
+        load_language_model(folder / "config.json")
+
+
+def test_a_mistyped_path_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="no such directory"):
+        load_language_model("models/lama")
+
+
+def test_a_failing_forward_pass_is_refused(monkeypatch):
+    model = tiny("olmo2")
+    monkeypatch.setattr(model.model, "forward", lambda **_: 1 / 0)
+    with pytest.raises(InputError, match="its forward pass fails [(]ZeroDivisionError"):
+        self_test(model)
+
+
+@EVERY_FAMILY
+def test_every_family_is_read_back(family, tmp_path):
+    tiny(family).model.save_pretrained(tmp_path)
+    read = load_language_model(tmp_path)
+    assert torch.equal(read.run(ids()), tiny(family).run(ids()))
 
 
 @EVERY_FAMILY
