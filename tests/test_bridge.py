@@ -259,12 +259,14 @@ def _poison(weights):
         (None, {"hidden_size": 0}, "hidden_size=0"),
         (None, {"quantization_config": {"quant_method": "zzz"}}, "quantized"),
         (None, {"hidden_act": "nope"}, "cannot be read"),
-        (None, {"architectures": ["LlamaModel"], "model_type": "bert"}, "weights are|cannot be read"),
+        (None, {"architectures": ["LlamaModel"], "model_type": "bert"}, r"weights are|cannot be read"),
     ],
 )
 def test_damaged_models_are_refused_in_one_line(tmp_path, capfd, change, config, word):
+    folder = spoilt(tmp_path, change, **config)
+    capfd.readouterr()
     with pytest.raises(InputError, match=word) as error:
-        load_language_model(spoilt(tmp_path, change, **config))
+        load_language_model(folder)
     assert "\n" not in str(error.value)
     assert capfd.readouterr() == ("", "")
 
@@ -298,7 +300,7 @@ def test_a_mistyped_path_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
 def test_a_failing_forward_pass_is_refused(monkeypatch):
     model = tiny("olmo2")
     monkeypatch.setattr(model.model, "forward", lambda **_: 1 / 0)
-    with pytest.raises(InputError, match="its forward pass fails [(]ZeroDivisionError"):
+    with pytest.raises(InputError, match=r"its forward pass fails \(ZeroDivisionError"):
         self_test(model)
 
 
