@@ -27,7 +27,9 @@ from models.config import InputError
 from models.normalizers import softmax
 
 NAME = "leaksum"  # under which transformers knows our attention
-BLOCK = 64  # queries
+BLOCKS = (64, 32, 16)  # queries, the most whose scores take no more than this
+BLOCK_BYTES = 2**23
+KEYS = 512  # a block's keys end at a multiple, the last ones masked: blocks of few sizes leave no holes in memory
 TOLERANCE = 1e-4  # of logits, as a share of their range, between our attention and the model's own
 TEST_TOKENS = 24
 _MOST = {  # of sizes in a configuration; larger ones are a mistake, or fit nowhere
@@ -74,9 +76,9 @@ Watch = Callable[[Block, Tensor, Tensor | None, Tensor], None]
 @dataclass
 class _Session:
     mask: Bool[Tensor, "batch pos"]
+    block: int
     edits: Sequence[Edit] = ()
     watches: Sequence[Watch] = ()
-    block: int = BLOCK
     layers: dict[int, int] = field(default_factory=dict)  # attention modules, by identity, in the order of their calls
 
 
@@ -128,7 +130,7 @@ class LanguageModel:
         *,
         edits: Sequence[Edit] = (),
         watches: Sequence[Watch] = (),
-        block: int = BLOCK,
+        block: int | None = None,
     ) -> Float[Tensor, "batch pos d_vocab"]:
         """Logits, in blocks of queries, under edits and before watchers.
 
@@ -140,7 +142,10 @@ class LanguageModel:
         mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
         self._check(tokens, mask)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        token = _SESSION.set(_Session(mask, edits, watches, block))
+        if block is None:
+            size = tokens.numel() * self.n_heads * 4  # bytes of one query's scores
+            block = next((b for b in BLOCKS if b * size <= BLOCK_BYTES), BLOCKS[-1])
+        token = _SESSION.set(_Session(mask, block, edits, watches))
         try:
             with torch.no_grad(), _evaluating(self.model), attention(self.model, NAME):
                 out = self.model(
@@ -325,9 +330,10 @@ def _attend(
     done = []
     for first in range(0, length, session.block):
         queries = slice(first, min(first + session.block, length))
-        keys = slice(0 if sliding_window is None else max(0, first - sliding_window + 1), queries.stop)
-        grouped = query[:, :, queries].unflatten(1, (key.shape[1], groups)).flatten(2, 3)
-        scores = (grouped @ key[:, :, keys].transpose(2, 3)).float() * scale
+        shown = min(length, -(-queries.stop // KEYS) * KEYS)
+        keys = slice(0 if sliding_window is None else max(0, first - sliding_window + 1), shown)
+        grouped = (scale * query[:, :, queries]).unflatten(1, (key.shape[1], groups)).flatten(2, 3)
+        scores = (grouped @ key[:, :, keys].transpose(2, 3)).float()
         scores = scores.unflatten(2, (groups, -1)).flatten(1, 2)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)

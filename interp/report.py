@@ -441,7 +441,8 @@ EDITS = {
     "mass-control": "control: random keys removed that had as much attention",
     "far-zero": "far keys' weights set to 0, the rest not renormalised",
     "window": "keys more than {} away removed",
-    "round-gates": "gates rounded to 0 or 1",
+    "round-gates": "gates rounded to 0 or 1 ({})",
+    "jitter-gates": "control: gates moved as far, up or down at random ({})",
 }
 
 

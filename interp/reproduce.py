@@ -266,9 +266,10 @@ def _c8(subjects: Sequence[Subject], problems: int) -> tuple[str, list[bool]]:
         resting = [role.head for role in subject.roles if role.is_sink_head]
         best = [np.median((v.far_max - v.sink)[head]) for v in subject.longer.lookups.values() for head in resting]
         margins.append(float(max(best, default=math.nan)))
+    above = " / ".join("(no such head)" if math.isnan(x) else f"{x:+.1f}" for x in margins)
     ours = (
         f"at 100 digits {_shares(pairs[0])} -> {_shares(pairs[1])}; where heads rest on the sink, the best far key is "
-        f"above it by at most {' / '.join(f'{x:+.1f}' for x in margins)} in the median"
+        f"above it by {above} at most, in the median"
     )
     helped = [after >= before + PATCH_MOVES for before, after in zip(*pairs, strict=True)]
     return ours, [any(helped), max(pairs[1]) < EXACT, any(x >= 0 for x in margins)]
@@ -353,20 +354,21 @@ def _c14(subjects: Sequence[Subject], problems: int) -> tuple[str, list[bool]]:
             f"come half a column apart within 100 digits, {sum(close)} where computed but for a factor {HALF_AGREES:g}"
         )
     beside = [[_beside(s, n) for s in subjects] for n in (10, 60)]
-    ours = "; ".join(parts) + f"; highest mean share of the +-1 column {_shares(beside[0])} at 10 digits, "
+    ours = (
+        "; ".join(parts)
+        + f"; mean share of the +-1 column, in the head most on its target, {_shares(beside[0])} at 10 digits, "
+    )
     ours += f"{_shares(beside[1])} at 60"
     return ours, [all(rate <= ASKED for rate in rates), any(agree), all(b > a for a, b in zip(*beside, strict=True))]
 
 
 def _beside(subject: Subject, digits: int) -> float:
-    """Mean share of the keys beside the target, in the head and lookup that had most on its target in training."""
-    views, now = subject.trained.lookups, subject.ledger(digits).lookups
-    found = [
-        float(now[str(role.lookup), True].beside_share[role.head].mean())
-        for role in subject.performing()
-        if (str(role.lookup), True) in views
-    ]
-    return max(found, default=math.nan)
+    """Mean share of the keys beside the target, in the head and lookup that have most on the target in training."""
+    views = {name: view for (name, present), view in subject.trained.lookups.items() if present}
+    shares = {name: view.share.mean(-1) for name, view in views.items()}
+    best = max(shares, key=lambda name: float(shares[name].max()))
+    head = np.unravel_index(int(shares[best].argmax()), shares[best].shape)
+    return float(subject.ledger(digits).lookups[best, True].beside_share[head].mean())
 
 
 def _c15(subjects: Sequence[Subject], problems: int) -> tuple[str, list[bool]]:

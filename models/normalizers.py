@@ -58,7 +58,10 @@ def softmax(
         if torch.isfinite(sink).all():  # the sink keeps every row alive
             return torch.softmax(logits, dim=-1)[..., :-1]
     dead = logits.amax(dim=-1, keepdim=True) == -torch.inf
-    weights = torch.softmax(logits.masked_fill(dead, 0.0), dim=-1).masked_fill(dead, 0.0)
+    if dead.any():
+        weights = torch.softmax(logits.masked_fill(dead, 0.0), dim=-1).masked_fill(dead, 0.0)
+    else:
+        weights = torch.softmax(logits, dim=-1)
     return weights if sink is None else weights[..., :-1]
 
 
