@@ -75,7 +75,7 @@ def diagnosed(cause):
     model = load_checkpoint(FIXTURES / name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(diagnosis, "HEAD_PROBLEMS", 1)
-        return model, diagnosis.diagnose(model, digits, 8)
+        return model, diagnosis.diagnose(model, digits, 16)
 
 
 @pytest.fixture(scope="module", params=["dilution", "none"])
