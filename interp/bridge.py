@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from models.addition import generator
 from models.config import InputError
 from models.normalizers import softmax
 
@@ -421,8 +422,6 @@ def _refused(language_model: LanguageModel, why: str) -> InputError:
 
 
 def _random_tokens(language_model: LanguageModel, length: int, seed: int) -> Int[Tensor, "1 pos"]:
-    from models.addition import generator
-
     most = length if language_model.limit is None else min(length, language_model.limit)
     ids = generator(seed, "audit", 0).integers(0, language_model.vocabulary, size=(1, most))
     return torch.from_numpy(ids)

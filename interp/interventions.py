@@ -492,8 +492,8 @@ def _boost(intervention: Intervention, seen: Tensor, n_train: int) -> Float[Tens
     return torch.full(seen.shape, _number(intervention.kind, value))
 
 
-def _on_gates(change: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """Hooks that change rates ``[batch, pos, head, counter]``, given a random sign for each."""
+def _on_gates(change: Callable[[Tensor, Callable[[], Tensor]], Tensor]) -> Any:
+    """Hooks that change rates ``[batch, pos, head, counter]``, given what draws a random sign for each."""
 
     def hooks(model: HookedAdder, partition: Partition, intervention: Intervention) -> list[Hook]:
         from interp.counters import column_counters, has_counters  # which runs models under interventions
@@ -507,8 +507,12 @@ def _on_gates(change: Callable[[Tensor, Tensor], Tensor]) -> Any:
 
         def edit(rates: Tensor, hook: HookPoint) -> Tensor:
             layer = hook.layer()
-            signs = _signs(partition.batch, f"{intervention.kind} {hook.name}", rates.shape[2:], intervention.seed)
-            return torch.where(which[layer], change(rates, signs.to(rates.dtype)), rates)
+
+            def signs() -> Tensor:
+                stream = f"{intervention.kind} {hook.name}"
+                return _signs(partition.batch, stream, rates.shape[2:], intervention.seed).to(rates.dtype)
+
+            return torch.where(which[layer], change(rates, signs), rates)
 
         kinds = ("gate", "reset") if every else ("gate",)
         layers = _layers(which.any(-1))
@@ -527,12 +531,12 @@ def _signs(batch: Batch, stream: str, shape: Sequence[int], seed: int) -> Float[
     return signs
 
 
-def _rounded(rates: Tensor, signs: Tensor) -> Tensor:
+def _rounded(rates: Tensor, signs: Callable[[], Tensor]) -> Tensor:
     return rates.round()
 
 
-def _jittered(rates: Tensor, signs: Tensor) -> Tensor:
-    return (rates + signs * (rates.round() - rates).abs()).clamp(0, 1)
+def _jittered(rates: Tensor, signs: Callable[[], Tensor]) -> Tensor:
+    return (rates + signs() * (rates.round() - rates).abs()).clamp(0, 1)
 
 
 def _normalizer(model: HookedAdder, partition: Partition, intervention: Intervention) -> list[Hook]:

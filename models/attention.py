@@ -339,8 +339,7 @@ class Attention(nn.Module):
             column = number.log()[:, None, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([column.to(scores.dtype), scores], dim=-1)
         scores = self._hooked_scores(scores, block.hidden, span)
-        asking = q[:, :, here] * geometry.mask[:, None, span.query, None]  # what stands at the padding asks nothing
-        sink = self._sink_scores(scores, asking, scale, sink_boost, span)
+        sink = self._sink_scores(scores, q[:, :, here], geometry.mask[:, span.query], scale, sink_boost, span)
         self.hook_pattern.ctx.update(query=span.query, key=span.key)
         weights = self.hook_pattern(self._normalized(scores, sink, block.part)).to(v.dtype)
         own = weights if mean is None else weights[..., 1:]
@@ -370,11 +369,12 @@ class Attention(nn.Module):
         return softmax(scores, sink, part) if name == "softmax" else NORMALIZERS[name](scores, sink)
 
     def _sink_scores(
-        self, scores: Tensor, q: Tensor, scale: Tensor | None, boost: Tensor | float, span: Span
+        self, scores: Tensor, q: Tensor, real: Tensor, scale: Tensor | None, boost: Tensor | float, span: Span
     ) -> Tensor | None:
         if not self.config.attention.sink:
             return None
         if self.config.attention.null_key:
+            q = q * real[:, None, :, None]  # what stands at the padding asks nothing
             sink = einsum(q, self.null_key, "batch head query d_head, head d_head -> batch head query").to(scores.dtype)
         else:
             sink = self.sink.to(scores.dtype)[None, :, None].expand(scores.shape[:3])

@@ -135,9 +135,7 @@ class HookedAdder(HookedRootModule):
         shrink = (2 * self.config.n_layers) ** -0.5  # keeps the residual stream's size at init independent of depth
         for name, weight in self.named_parameters():
             kind = name.rsplit(".", 1)[-1]
-            if kind == "null_key":
-                nn.init.normal_(weight, std=1.0, generator=rng)
-            if kind == "W_E":
+            if kind in ("W_E", "null_key"):
                 nn.init.normal_(weight, std=1.0, generator=rng)
             elif kind.startswith("W_"):
                 fan_in = weight.shape[0] * weight.shape[1] if kind == "W_O" else weight.shape[-2]
