@@ -31,7 +31,7 @@ def after(progress: Progress, done: int) -> Progress:
 _SCORE_BYTES = 3 * 2**19  # a block of scores that stays in a core's cache; larger ones are several times slower
 _BATCHES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 _BLOCK = 64  # queries
-_SMALLER = (32, 16, 8)  # where a block's scores would be larger than this
+_PARTS = (2, 4, 8)  # of a block where queries see every key, the first whose scores are at most this large
 _BLOCK_BYTES = 2**23
 _POOL_FROM = 1024  # tokens from which the keys left over are worth the bookkeeping
 FarKeys = Literal["each", "skipped", "pooled"]
@@ -72,7 +72,8 @@ def plan_for(
     if tokens <= _BLOCK * 3 // 2:
         block, far_keys, within = None, "each", None
     elif far_keys == "each":  # then a block of scores grows with the length
-        block = next((b for b in (_BLOCK, *_SMALLER) if _scores_bytes(model, b, tokens) <= _BLOCK_BYTES), _SMALLER[-1])
+        sizes = [max(1, _BLOCK // part) for part in _PARTS]
+        block = next((b for b in sizes if _scores_bytes(model, b, tokens) <= _BLOCK_BYTES), sizes[-1])
     else:
         block = _BLOCK
     scores = _scores_bytes(model, block or tokens, tokens)

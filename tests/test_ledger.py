@@ -264,8 +264,8 @@ def test_blocks_and_batches_do_not_matter(monkeypatch, kind, names):
         names = names[:1]
     edits = [parse_intervention(name) for name in names]
     whole = build_ledger(model, problems_for(model), edits, distances=True)
-    monkeypatch.setattr(passes, "_BLOCK", 5)
-    assert passes.plan_for(model, problems_for(model)).query_block == 5
+    monkeypatch.setattr(passes, "_BLOCK", 6)
+    assert passes.plan_for(model, problems_for(model)).query_block == 3
     assert_same(whole, build_ledger(model, problems_for(model), edits, distances=True))
     monkeypatch.setattr(passes, "_SCORE_BYTES", 1)
     assert passes.plan_for(model, problems_for(model)).batch == 1

@@ -38,8 +38,8 @@ def test_less_memory_makes_smaller_batches(model, monkeypatch):
 
 def test_longer_problems_make_smaller_blocks_until_far_keys_are_pooled(model):
     lengths = [[(10**n - 1, 10**n - 1)] for n in (100, 4000, 10_000)]
-    assert [plan_for(model, p, every_key=True).query_block for p in lengths] == [64, 32, 16]
-    assert [plan_for(model, p).query_block for p in lengths] == [64, 64, 64]
+    assert [plan_for(model, p, every_key=True).query_block for p in lengths] == [32, 32, 16]
+    assert [plan_for(model, p).query_block for p in lengths] == [32, 64, 64]
 
 
 def test_what_does_not_fit_is_refused_by_name(model, monkeypatch):
