@@ -292,13 +292,18 @@ class AdditionTask:
         return torch.where(keep, batch.tokens, self.vocabulary.pad)[:, :width], keep[:, :width]
 
     def training_problems(self, seed: int, step: int, n: int, stream: str = "train") -> list[Problem]:
-        """``n`` problems as training draws them: both lengths from ``U(min_digits, max_digits)``.
+        """``n`` problems as training draws them: both lengths from ``U(min_digits, max_digits)``, or from the mix.
 
         A number of more than one digit has no leading zero; a number of one digit may be 0.
         """
         rng = generator(seed, stream, step)
         low, high = self.config.min_digits, self.config.max_digits
-        lengths = rng.integers(low, high + 1, size=(n, 2))
+        if self.config.mix:
+            part = rng.choice(len(self.config.mix), size=n, p=[part.share for part in self.config.mix])
+            ends = np.array([(part.min_digits, part.max_digits) for part in self.config.mix])[part]
+            lengths = rng.integers(ends[:, :1], ends[:, 1:] + 1, size=(n, 2))
+        else:
+            lengths = rng.integers(low, high + 1, size=(n, 2))
         digits = rng.integers(0, 10, size=(n, 2, high))
         lead = rng.integers(1, 10, size=(n, 2))
         digits[:, :, 0] = np.where(lengths > 1, lead, digits[:, :, 0])

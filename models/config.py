@@ -23,23 +23,45 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class Lengths(Frozen):
+    """A share of the training problems, whose operands both have ``U(min_digits, max_digits)`` digits."""
+
+    min_digits: int = Field(ge=1)
+    max_digits: int = Field(ge=1)
+    share: float = Field(gt=0, le=1)
+
+
 class TaskConfig(Frozen):
     """The addition task: how numbers are cut into tokens, and the lengths that training draws.
 
     ``chunk`` is the number of digits a token holds. ``cut="right"`` cuts from the units, so that chunks are
     aligned by place value; ``cut="left"`` cuts from the leading digit, the contrast case.
-    Training draws the lengths of both operands from ``U(min_digits, max_digits)``, in digits.
+    Training draws the lengths of both operands from ``U(min_digits, max_digits)``, in digits, or, with ``mix``, from
+    one of several such ranges, chosen for each problem by its share.
     """
 
     chunk: Literal[1, 3] = 1
     cut: Literal["right", "left"] = "right"
     min_digits: int = Field(default=1, ge=1)
     max_digits: int = Field(default=10, ge=1)
+    mix: tuple[Lengths, ...] = ()
 
     @model_validator(mode="after")
     def _ordered(self) -> TaskConfig:
         if self.min_digits > self.max_digits:
             raise ValueError(f"min_digits must not exceed max_digits, got {self.min_digits} > {self.max_digits}")
+        if not self.mix:
+            return self
+        for part in self.mix:
+            if not self.min_digits <= part.min_digits <= part.max_digits <= self.max_digits:
+                raise ValueError(
+                    f"a range of mix must rise within {self.min_digits} to {self.max_digits} digits, "
+                    f"got {part.min_digits} to {part.max_digits}"
+                )
+        if max(part.max_digits for part in self.mix) < self.max_digits:
+            raise ValueError(f"no range of mix reaches max_digits={self.max_digits}")
+        if abs(sum(part.share for part in self.mix) - 1) > 1e-9:
+            raise ValueError(f"the shares of mix must add to 1, got {sum(part.share for part in self.mix):g}")
         return self
 
     @property

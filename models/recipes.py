@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from models.config import AdderConfig, AttentionConfig, Frozen, InputError
+from models.config import AdderConfig, AttentionConfig, Frozen, InputError, Lengths, TaskConfig
 
 
 class Recipe(Frozen):
@@ -85,11 +85,18 @@ def _counters(name: str, about: str, attention: dict[str, Any], **changes: Any) 
     )
 
 
-def _one_digit(name: str, about: str, attention: AttentionConfig, n_heads: int = 4, **changes: Any) -> Recipe:
+def _one_digit(
+    name: str,
+    about: str,
+    attention: AttentionConfig,
+    n_heads: int = 4,
+    task: TaskConfig | None = None,
+    **changes: Any,
+) -> Recipe:
     return Recipe(
         name=name,
         about=about,
-        model=AdderConfig(attention=attention, n_heads=n_heads),
+        model=AdderConfig(task=task or TaskConfig(), attention=attention, n_heads=n_heads),
         **{"batch": 256, "micro_batches": 4, **changes},
     )
 
@@ -118,6 +125,21 @@ RECIPES: dict[str, Recipe] = {
             "1digit-rotary",
             "the study's baseline: rotation by token position, no decay, no sink",
             AttentionConfig(scheme="rotary", rotary_base=100.0, sink=False),
+            steps=3000,
+        ),
+        _one_digit(
+            "1digit-rotary-long",
+            "the same, with problems of 20 to 40 digits for a fifth of training",
+            AttentionConfig(scheme="rotary", rotary_base=100.0, sink=False),
+            task=TaskConfig(
+                max_digits=40,
+                mix=(
+                    Lengths(min_digits=1, max_digits=10, share=0.8),
+                    Lengths(min_digits=20, max_digits=40, share=0.2),
+                ),
+            ),
+            batch=128,
+            micro_batches=8,
             steps=3000,
         ),
         _one_digit(

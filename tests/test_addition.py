@@ -21,7 +21,7 @@ from models.addition import (
     parse_problem,
     read_problems,
 )
-from models.config import TaskConfig
+from models.config import Lengths, TaskConfig
 from models.positions import coordinates
 
 CUTS = [(1, "right"), (3, "right"), (3, "left")]
@@ -208,6 +208,33 @@ def test_training_lengths_are_uniform_and_independent():
     leading = Counter(int(str(n)[0]) for problem in drawn for n in problem)
     assert chi_square(leading, range(1, 10)) < 26
     assert chi_square(Counter(n % 10 for problem in drawn for n in problem), range(10)) < 28
+
+
+def test_a_mix_of_lengths_has_its_shares():
+    short, long = Lengths(min_digits=1, max_digits=3, share=0.75), Lengths(min_digits=6, max_digits=8, share=0.25)
+    task = AdditionTask(TaskConfig(max_digits=8, mix=(short, long)))
+    drawn = task.training_problems(seed=3, step=5, n=4000)
+    lengths = [(len(str(a)), len(str(b))) for a, b in drawn]
+    for part in (short, long):
+        inside = [pair for pair in lengths if part.min_digits <= pair[0] <= part.max_digits]
+        assert abs(len(inside) - 4000 * part.share) < 4 * (4000 * 0.75 * 0.25) ** 0.5
+        assert chi_square(Counter(3 * (a - part.min_digits) + b - part.min_digits for a, b in inside), range(9)) < 26.1
+    assert drawn == task.training_problems(seed=3, step=5, n=4000)
+    assert task.config.max_keys == 2 * 8 + 2 + 9
+
+
+@pytest.mark.parametrize(
+    ("mix", "says"),
+    [
+        ([(1, 3, 0.5), (6, 8, 0.4)], "must add to 1, got 0.9"),
+        ([(1, 9, 1.0)], "within 1 to 8 digits, got 1 to 9"),
+        ([(5, 3, 1.0)], "within 1 to 8 digits, got 5 to 3"),
+        ([(1, 7, 1.0)], "no range of mix reaches max_digits=8"),
+    ],
+)
+def test_a_bad_mix_is_refused(mix, says):
+    with pytest.raises(ValueError, match=says):
+        TaskConfig(max_digits=8, mix=[Lengths(min_digits=a, max_digits=b, share=c) for a, b, c in mix])
 
 
 def test_one_digit_training_numbers_include_zero():
