@@ -449,6 +449,53 @@ def diagnose(
     _emit({"checkpoint": str(checkpoint), **found.to_json()}, as_json, lambda console: _print_diagnosis(console, found))
 
 
+_KINDS = "reach, mistakes, heads, shares, leak, gaps, profile, attention, counters or kernels."
+
+
+@app.command()
+def plot(
+    kind: Annotated[
+        str,
+        typer.Argument(
+            metavar="KIND",
+            help="reach, mistakes, heads, shares, leak, gaps, profile, attention, counters or kernels.",
+            show_default=False,
+        ),
+    ],
+    checkpoints: Annotated[list[Path], typer.Argument(metavar="CKPT...", help="Checkpoint.", show_default=False)],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="FILE.html, .svg or .png.", show_default=False)],
+    digits: Annotated[str, typer.Option(help="Digits of the longer operand; reach takes a list.")] = "100",
+    head: Annotated[str | None, typer.Option(metavar="L.H", help="Default: where the target lost most.")] = None,
+    lookup: Annotated[str | None, typer.Option(metavar="NAME", help="Default: the one whose target lost most.")] = None,
+    absent: Annotated[bool, typer.Option("--absent", help="Queries for which --lookup has nothing to find.")] = False,
+    quantity: Annotated[str, typer.Option(help="Of heads: share, sink, far, leak, gap or n_eff.")] = "share",
+    problems: Problems = 20,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw a figure from a checkpoint, as a page that works offline or as an image."""
+    lengths = _lengths(digits, one=kind != "reach")
+    _use_threads(threads)
+    from interp import plots
+    from interp.interventions import parse_head
+    from models.config import InputError
+
+    if absent and lookup is None:
+        raise InputError("--absent says which queries of a lookup; give --lookup too")
+    plots.check_format(out)
+    models = {path.name or str(path): _load(path) for path in checkpoints}
+    asked = plots.Request(
+        models, lengths, problems, seed, None if head is None else parse_head(head), lookup, absent, quantity
+    )
+    with _status() as tell:
+        tell(f"drawing {kind}")
+        figure = plots.draw(kind, asked)
+        plots.save(figure, out, f"leaksum: {kind} of {', '.join(models)}")
+    row = {"kind": kind, "out": str(out), "bytes": out.stat().st_size}
+    _emit(row, as_json, lambda console: _table(console, [row]))
+
+
 @app.command()
 def reproduce(
     ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="Claims, as C5 (default: all).")] = None,

@@ -20,6 +20,7 @@ from models.transformer import HookedAdder
 
 if TYPE_CHECKING:
     import pandas as pd
+    import plotly.graph_objects as go
 
 Z95 = 1.959963984540054  # two-sided 95% quantile of the normal distribution
 
@@ -138,6 +139,12 @@ class Score:
             "run": self.run,
         }
 
+    def plot(self) -> go.Figure:
+        """Wrong decisions by column and state (:func:`interp.plots.mistakes_figure`)."""
+        from interp.plots import mistakes_figure
+
+        return mistakes_figure(self)
+
 
 def score(
     model: HookedAdder,
@@ -210,6 +217,12 @@ class Reach:
                 }
             )
         return rows
+
+    def plot(self, name: str = "", trained_digits: int | None = None) -> go.Figure:
+        """Problems exact against length (:func:`interp.plots.reach_figure`)."""
+        from interp.plots import reach_figure
+
+        return reach_figure({name: self}, trained_digits)
 
 
 def reach(

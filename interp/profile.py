@@ -25,6 +25,7 @@ from models.transformer import HookedAdder
 
 if TYPE_CHECKING:
     import pandas as pd
+    import plotly.graph_objects as go
 
 PARTS = ("score", "content", "rotation", "decay")
 
@@ -65,6 +66,12 @@ class Profile:
             ],
             ignore_index=True,
         )
+
+    def plot(self) -> go.Figure:
+        """The score against distance (:func:`interp.plots.profile_figure`)."""
+        from interp.plots import profile_figure
+
+        return profile_figure(self)
 
 
 def score_profile(

@@ -1,8 +1,7 @@
 """A diagnosis as one HTML file that needs no network: the verdict in words, then the figures and tables behind it.
 
-Every figure is a function that returns a plotly figure and says in its docstring what it shows; :func:`write_report`
-puts them in one page with one copy of plotly.js. Colours are Okabe and Ito's, told apart by colour-blind readers; light
-and dark are two plotly templates, of which the page takes the one that the reader's system asks for.
+:func:`write_report` puts the figures of :mod:`interp.plots` in one page with one copy of plotly.js, in the light or
+the dark template, as the reader's system asks for.
 """
 
 from __future__ import annotations
@@ -10,103 +9,37 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
-from plotly.subplots import make_subplots
 
 from interp.diagnosis import ENOUGH, Diagnosis, repairs
 from interp.interventions import Head
-from interp.ledger import Ledger, LookupLedger
-from interp.profile import PARTS, Profile, score_profile
+from interp.plots import (
+    DARK,
+    LIGHT,
+    leak_figure,
+    mistakes_figure,
+    profile_figure,
+    reach_figure,
+    shares_figure,
+    view_of,
+)
+from interp.profile import score_profile
 from interp.shares import Shares
-from models.addition import STATES
 from models.files import write_text
 from models.transformer import HookedAdder
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-LookupKey = tuple[str, bool]
-
 MOST_HEADS = 4  # heads shown, of those that matter
 MOST_CROWDS = 2  # heads shown where none matters: those with the largest far share
-MOST_BINS = 160  # columns drawn one by one up to here, in bins of equal width beyond
-LEAK_BINS = 12  # bins of the number of keys, equal on a log axis
 PROFILE_PROBLEMS = 8
 NAMED_HEADS = 6  # in the verdict's words
 EVIDENCE_LINES = 6  # shown before the rest is folded away
 
-BLUE, SKY, GREEN = "#0072B2", "#56B4E9", "#009E73"  # Okabe and Ito (2008)
-ORANGE, VERMILLION, PURPLE = "#E69F00", "#D55E00", "#CC79A7"
-GREY = "#808080"  # seen on white and on black
-CLASS_COLOURS = {
-    "target": BLUE,
-    "sink": ORANGE,
-    "self": SKY,
-    "near": GREEN,
-    "separator": PURPLE,
-    "far": VERMILLION,
-}  # in the order they are stacked
-PART_STYLES = {"content": (GREEN, "solid"), "rotation": (PURPLE, "dash"), "decay": (ORANGE, "dot")}
-TRAINED = {"fillcolor": GREY, "opacity": 0.18, "line_width": 0, "layer": "below"}
-
-
-def _template(ink: str, paper: str, grid: str, line: str, wrong: Sequence[str]) -> Any:
-    """A plotly template.
-
-    ``line``: colour of a figure's first line. ``wrong``: colours of a share of wrong decisions, from none through a few
-    to the most.
-    """
-    axis = {"gridcolor": grid, "linecolor": ink, "zeroline": False, "showline": True, "ticks": "outside"}
-    axis |= {"tickcolor": ink, "automargin": True, "title": {"standoff": 8}}
-    none, few, some, most = wrong
-    return go.layout.Template(
-        layout={
-            "font": {"family": "system-ui, sans-serif", "size": 13, "color": ink},
-            "paper_bgcolor": "rgba(0,0,0,0)",
-            "plot_bgcolor": "rgba(0,0,0,0)",
-            "colorway": [line, VERMILLION, GREEN, PURPLE, ORANGE],
-            "xaxis": axis,
-            "yaxis": axis,
-            "margin": {"l": 60, "r": 16, "t": 48, "b": 56},
-            "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
-            "hoverlabel": {"bgcolor": paper, "bordercolor": grid, "font": {"color": ink}},
-            "coloraxis": {"colorscale": [[0, none], [1e-6, few], [0.5, some], [1, most]]},
-            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": GREY, "activecolor": ink},
-        }
-    )
-
-
-LIGHT = _template("#1f2328", "#ffffff", "#e1e5ea", BLUE, ("#e8ecf0", "#fbd0a8", "#d55e00", "#5c1a00"))
-DARK = _template("#e4e7eb", "#15181c", "#343b44", SKY, ("#262c33", "#7a3300", "#ee7d22", "#ffe6cc"))
-
-
 # What is shown
-
-
-@dataclass(frozen=True)
-class View:
-    """One head and the lookup in which its target lost most, at training length and at the failing length."""
-
-    head: Head
-    key: LookupKey
-    trained: LookupLedger
-    longer: LookupLedger
-
-    @property
-    def title(self) -> str:
-        return f"Head {self.head[0]}.{self.head[1]}, {lookup_words(self.key)}"
-
-
-def lookup_words(key: LookupKey) -> str:
-    """``("carry", False)`` as "carry with nothing to find", the words of the evidence."""
-    return key[0].replace("_", " ") + ("" if key[1] else " with nothing to find")
 
 
 def heads_shown(diagnosis: Diagnosis) -> tuple[Head, ...]:
@@ -115,292 +48,6 @@ def heads_shown(diagnosis: Diagnosis) -> tuple[Head, ...]:
         return diagnosis.verdict.heads[:MOST_HEADS]
     crowds = sorted(diagnosis.roles.roles, key=lambda role: -role.far[1])
     return tuple(role.head for role in crowds[:MOST_CROWDS])
-
-
-def view_of(head: Head, trained: Ledger, longer: Ledger) -> View:
-    """The lookup, something to find or not, whose target lost the most of its mean share in this head.
-
-    Lookups of a single column, as that of a carry into column 0, come last: they have no course to show.
-    """
-    both = [key for key in longer.lookups if key in trained.lookups]
-    both = [key for key in both if np.ptp(longer.lookups[key].column)] or both
-    now, then = ({key: float(ledger.lookups[key].share[head].mean()) for key in both} for ledger in (longer, trained))
-    key = min(both, key=lambda key: now[key] - then[key])
-    return View(head, key, trained.lookups[key], longer.lookups[key])
-
-
-# Figures
-
-
-def reach_figure(diagnosis: Diagnosis, trained_digits: int) -> go.Figure:
-    """Share of problems exact against digits, with Wilson's 95% intervals; the trained range is shaded."""
-    rows = diagnosis.reach.to_json()
-    digits, exact = [row["digits"] for row in rows], [row["exact"] for row in rows]
-    above = [row["high"] - row["exact"] for row in rows]
-    below = [row["exact"] - row["low"] for row in rows]
-    figure = _figure(340)
-    figure.add_scatter(
-        x=digits,
-        y=exact,
-        error_y={"array": above, "arrayminus": below, "thickness": 1.5, "width": 5},
-        mode="lines+markers",
-        marker={"size": 9},
-        name="problems exact, 95% interval",
-        customdata=[[row["problems"], row["wrong"], row["decisions"]] for row in rows],
-        hovertemplate="%{x} digits: %{y:.2f} of %{customdata[0]} problems exact<br>"
-        "%{customdata[1]} of %{customdata[2]} decisions wrong<extra></extra>",
-        showlegend=True,
-    )
-    _shade(figure, trained_digits, f"trained: up to {trained_digits} digits")
-    figure.update_xaxes(title="length of the longer operand (digits)", tickvals=digits, range=[0, 1.04 * max(digits)])
-    figure.update_yaxes(title="problems exact (share)", range=[-0.03, 1.06])
-    return figure
-
-
-def mistakes_figure(diagnosis: Diagnosis) -> go.Figure:
-    """Share of decisions wrong by column and by which numbers have ended; the ends of sums are a row of their own."""
-    found = diagnosis.score
-    rows = [*STATES, "eos"]
-    labels = {"both": "both present", "neither": "neither (carry)", "eos": "end of sum"}
-    row = np.where(found.eos, len(STATES), found.state)
-    width, edges = column_bins(found.column)
-    shape = (len(rows), len(edges))
-    decisions, wrong = np.zeros(shape), np.zeros(shape)
-    np.add.at(decisions, (row, found.column // width), 1)
-    np.add.at(wrong, (row, found.column // width), found.wrong)
-    with np.errstate(invalid="ignore"):
-        share = wrong / decisions
-    where = np.broadcast_to(np.array([_column_words(first, width) for first in edges]), shape)
-    figure = _figure(330)
-    figure.add_heatmap(
-        x=edges + (width - 1) / 2,
-        y=[labels.get(name, name.replace("_", " ")) for name in rows],
-        z=share,
-        customdata=np.stack([where, wrong.astype(int).astype(str), decisions.astype(int).astype(str)], axis=-1),
-        hovertemplate="%{customdata[0]}, %{y}<br>%{customdata[1]} of %{customdata[2]} decisions wrong<extra></extra>",
-        coloraxis="coloraxis",
-        hoverongaps=False,
-        ygap=3,
-    )
-    most = float(np.nanmax(share)) or 1.0
-    colorbar = {"title": {"text": "wrong (share of decisions)", "side": "right"}, "thickness": 12, "len": 1.0}
-    figure.update_layout(coloraxis={"cmin": 0, "cmax": most, "colorbar": colorbar}, margin={"t": 36})
-    figure.update_xaxes(title=_column_axis(width), range=[-0.5, edges[-1] + width - 0.5], showgrid=False)
-    figure.update_yaxes(autorange="reversed", showgrid=False, ticks="", title="numbers present")
-    flat = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "title": {"side": "top"}}
-    return _when_narrow(figure, coloraxis={"colorbar": flat}, margin={"t": 70}, yaxis={"title": {"text": ""}})
-
-
-def shares_figure(
-    head: Head, key: LookupKey, trained: pd.DataFrame, longer: pd.DataFrame, digits: tuple[int, int]
-) -> go.Figure:
-    """Who gets a head's attention by column, stacked to 1: training length on the left, failing length on the right.
-
-    ``trained`` and ``longer`` are :meth:`interp.shares.Shares.to_frame`.
-    """
-    figure = make_subplots(rows=1, cols=2, shared_yaxes=True, column_widths=[0.27, 0.73], horizontal_spacing=0.03)
-    for side, (frame, length) in enumerate(zip((trained, longer), digits, strict=True), start=1):
-        here = (frame["lookup"] == key[0]) & (frame["present"] == key[1])
-        rows = frame[here & (frame["layer"] == head[0]) & (frame["head"] == head[1])]
-        column, queries = rows["column"].to_numpy(), rows["queries"].to_numpy()
-        width, edges = column_bins(column)
-        count = np.bincount(column // width, weights=queries, minlength=len(edges))
-        use = count > 0
-        for name, colour in CLASS_COLOURS.items():
-            total = np.bincount(column // width, weights=queries * rows[name].to_numpy(), minlength=len(edges))
-            figure.add_bar(
-                x=edges[use] + (width - 1) / 2,
-                y=total[use] / count[use],
-                width=width,
-                name=name,
-                legendgroup=name,
-                showlegend=side == 2,
-                marker={"color": colour, "line": {"width": 0}},
-                hovertemplate="%{y:.3f}",
-                row=1,
-                col=side,
-            )
-        words = f"column, {length} digits" if side == 1 else f"{_column_axis(width)}, {length} digits"
-        figure.update_xaxes(
-            title=words,
-            range=[-0.5, edges[-1] + width - 0.5],
-            col=side,
-        )
-    figure.update_yaxes(range=[0, 1])
-    figure.update_yaxes(title="attention (share)", col=1)
-    figure.update_layout(
-        _layout(340), barmode="stack", bargap=0, hovermode="x unified", legend={"traceorder": "normal"}
-    )
-    return _when_narrow(
-        figure,
-        height=560,
-        xaxis={"domain": [0, 1]},
-        xaxis2={"domain": [0, 1], "title": {"text": f"column, {digits[1]} digits"}},
-        yaxis={"domain": [0.6, 1]},
-        yaxis2={"domain": [0, 0.42], "showticklabels": True, "title": {"text": "attention (share)"}},
-    )
-
-
-def leak_figure(view: View, digits: tuple[int, int]) -> go.Figure:
-    """Leak against the number of keys n that a query sees, median and quartiles in bins of n, at both lengths.
-
-    A key keeps a majority as long as the leak is below 1. ``n exp(-g)`` is the leak of n keys that all trail by g, the
-    median gap at training length: it reaches 1 at ``n = exp(g)``, so that a majority needs ``g > ln n``.
-    """
-    figure = _figure(400)
-    styles = (("as trained", "circle"), ("now", "diamond"))
-    drawn = []
-    for found, length, (words, symbol) in zip((view.trained, view.longer), digits, styles, strict=True):
-        n, low, middle, high = leak_by_keys(found.keys, found.leak[view.head])
-        drawn += [low, middle, high]
-        figure.add_scatter(
-            x=n,
-            y=middle,
-            error_y={"array": high - middle, "arrayminus": middle - low, "thickness": 1, "width": 3},
-            mode="lines+markers",
-            marker={"size": 8, "symbol": symbol},
-            name=f"{length} digits, {words}",
-            hovertemplate="n = %{x:.0f}: leak %{y:.3g}<extra></extra>",
-        )
-    keys = np.concatenate([view.trained.keys, view.longer.keys])
-    ends = np.array([keys.min(), keys.max()], dtype=float)
-    figure.add_scatter(
-        x=ends,
-        y=[1.0, 1.0],
-        mode="lines",
-        line={"color": GREY, "dash": "dot", "width": 2},
-        name="majority lost: leak = 1",
-        hoverinfo="skip",
-    )
-    gap = float(np.quantile(view.trained.gap[view.head], 0.5, method="lower"))
-    if np.isfinite(gap):
-        drawn.append(ends * np.exp(-gap))
-        lost = float(np.exp(gap))
-        against = " < ln n" if lost <= ends[0] else " > ln n" if lost >= ends[1] else ""
-        figure.add_scatter(
-            x=ends,
-            y=ends * np.exp(-gap),
-            mode="lines",
-            line={"color": GREY, "dash": "dash", "width": 2},
-            name=f"n e<sup>\N{MINUS SIGN}g</sup>, g = {gap:.1f}{against}",
-            hoverinfo="skip",
-        )
-        if not against:
-            figure.add_scatter(
-                x=[lost],
-                y=[1.0],
-                mode="markers",
-                marker={"symbol": "x", "size": 10, "color": GREY},
-                name=f"g > ln n up to n = {lost:.0f}",
-                hoverinfo="skip",
-            )
-    values = np.concatenate([*drawn, [1.0]])
-    values = np.log10(values[np.isfinite(values) & (values > 0)])
-    bottom, top = int(np.floor(values.min())), int(np.ceil(values.max() + 0.01))
-    decades = range(bottom, top + 1, max(1, round((top - bottom) / 8)))
-    figure.update_xaxes(title="keys the query sees, n (tokens)", type="log", tickvals=_ticks(*ends))
-    figure.update_yaxes(
-        title="leak (ratio to the target's mass)",
-        type="log",
-        range=[bottom - 0.1, top],
-        tickvals=[10.0**d for d in decades],
-        ticktext=[f"{10.0**d:g}" if abs(d) <= 3 else f"10<sup>{d}</sup>" for d in decades],
-    )
-    return _when_narrow(figure, height=440)
-
-
-def profile_figure(profile: Profile) -> go.Figure:
-    """A head's score against distance, mean and one standard deviation to either side, and the parts it is made of."""
-    distance = np.flatnonzero(profile.count > 0)
-    mean, spread = profile.mean[:, distance], profile.spread[:, distance]
-    score = PARTS.index("score")
-    figure = _figure(400)
-    figure.add_scatter(
-        x=distance,
-        y=mean[score],
-        mode="lines",
-        line={"width": 2.5},
-        name="score, mean",
-        customdata=np.stack([spread[score], profile.count[distance]], axis=-1),
-        hovertemplate="%{y:.2f} ± %{customdata[0]:.2f} (%{customdata[1]:,.0f} pairs)",
-    )
-    figure.add_scatter(
-        x=np.concatenate([distance, distance[::-1]]),
-        y=np.concatenate([mean[score] + spread[score], (mean[score] - spread[score])[::-1]]),
-        fill="toself",
-        fillcolor="rgba(60,150,210,0.3)",
-        line={"width": 0},
-        name="score, ±1 standard deviation",
-        hoverinfo="skip",
-    )
-    for name, (colour, dash) in PART_STYLES.items():
-        figure.add_scatter(
-            x=distance,
-            y=mean[PARTS.index(name)],
-            mode="lines",
-            line={"color": colour, "dash": dash, "width": 2},
-            name=name,
-            visible="legendonly",
-            hovertemplate="%{y:.2f}",
-        )
-    far = profile.trained_distance
-    _shade(figure, far, f"trained: up to {far} {profile.unit}")
-    figure.update_xaxes(title=f"distance from query to key ({profile.unit})", range=[0, max(distance[-1], 1)])
-    figure.update_yaxes(title="score (nats)", zeroline=True, zerolinecolor=GREY, zerolinewidth=1)
-    figure.update_layout(hovermode="x unified")
-    return _when_narrow(figure, height=460)
-
-
-def column_bins(column: np.ndarray) -> tuple[int, np.ndarray]:
-    """Width of a bin of columns and the first column of each, at most :data:`MOST_BINS` of them."""
-    columns = int(column.max()) + 1
-    width = -(-columns // MOST_BINS)
-    return width, np.arange(0, columns, width)
-
-
-def leak_by_keys(keys: np.ndarray, leak: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Median n, and lower quartile, median and upper quartile of the leak, in bins of n that are equal on a log axis.
-
-    Quantiles are the lower of two values, so that an infinite leak stays infinite and never becomes NaN.
-    """
-    edges = np.geomspace(keys.min(), keys.max() + 1, LEAK_BINS + 1)
-    which = np.clip(np.searchsorted(edges, keys, side="right") - 1, 0, LEAK_BINS - 1)
-    rows = []
-    for i in np.unique(which):
-        quartiles = np.quantile(leak[which == i], [0.25, 0.5, 0.75], method="lower")
-        rows.append((np.median(keys[which == i]), *quartiles))
-    return tuple(np.array(rows).T)
-
-
-def _layout(height: int) -> dict[str, Any]:
-    return {"template": LIGHT, "height": height}
-
-
-def _figure(height: int) -> Any:
-    return go.Figure(layout=_layout(height))
-
-
-def _when_narrow(figure: Any, **layout: Any) -> Any:
-    """What the page changes in the layout where the figure is narrow."""
-    return figure.update_layout(meta={"narrow": layout})
-
-
-def _shade(figure: Any, end: float, name: str) -> None:
-    figure.add_vrect(x0=0, x1=end, name=name, showlegend=True, **TRAINED)
-
-
-def _column_axis(width: int) -> str:
-    return "column (0 = least significant" + (f"; bins of {width})" if width > 1 else ")")
-
-
-def _column_words(first: int, width: int) -> str:
-    return f"column {first}" if width == 1 else f"columns {first} to {first + width - 1}"
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5, 10 ... within these, for a logarithmic axis."""
-    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    return [t for d in decades for t in (10.0**d, 2 * 10.0**d, 5 * 10.0**d) if low <= t <= high]
 
 
 # Words
@@ -539,7 +186,7 @@ def report_html(model: HookedAdder, diagnosis: Diagnosis, checkpoint: str, *, se
     page.section(
         "Reach",
         page.figure(
-            reach_figure(diagnosis, within),
+            reach_figure({checkpoint: diagnosis.reach}, within),
             "Share of problems whose every decision is right, against length. Bars are Wilson's 95% intervals over "
             "problems.",
         ),
@@ -547,7 +194,7 @@ def report_html(model: HookedAdder, diagnosis: Diagnosis, checkpoint: str, *, se
     page.section(
         "Where decisions go wrong",
         page.figure(
-            mistakes_figure(diagnosis),
+            mistakes_figure(diagnosis.score),
             "A decision is one predicted token of the sum, given the right answer so far. Rows say which numbers "
             "still have a digit in the column. Grey: all right. Blank: no such decision.",
         ),
@@ -561,7 +208,7 @@ def report_html(model: HookedAdder, diagnosis: Diagnosis, checkpoint: str, *, se
         ),
         *(
             page.figure(
-                shares_figure(view.head, view.key, frames[0], frames[1], digits),
+                shares_figure(view.head, view.key, frames, digits),
                 "",
                 title=view.title,
             )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from interp.interventions import Edit
+from interp.interventions import Edit, Head
 from interp.ledger import CLASSES, Ledger, LookupLedger, build_ledger
 from interp.passes import Progress, after
 from models.addition import LOOKUPS, Problem
@@ -16,6 +16,7 @@ from models.transformer import HookedAdder
 
 if TYPE_CHECKING:
     import pandas as pd
+    import plotly.graph_objects as go
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,12 @@ class Shares:
             }
             for (layer, head, lookup, present), rows in groups
         ]
+
+    def plot(self, head: Head, lookup: str, present: bool = True) -> go.Figure:
+        """One head's attention by column, in one lookup (:func:`interp.plots.shares_figure`)."""
+        from interp.plots import shares_figure
+
+        return shares_figure(head, (lookup, present), [self.to_frame()])
 
 
 def shares(
@@ -120,6 +127,13 @@ class LeakGrowth:
     def to_json(self) -> dict[str, Any]:
         """``"heads"`` and ``"growth"`` of ``leaksum leak``."""
         return {"heads": self.to_frame().to_dict("records"), "growth": self.growth()}
+
+    def plot(self, head: Head, lookup: str, present: bool = True) -> go.Figure:
+        """One lookup's leak in one head, at the shortest and the longest length (:func:`interp.plots.leak_figure`)."""
+        from interp.plots import View, leak_figure
+
+        digits, key = (min(self.ledgers), max(self.ledgers)), (lookup, present)
+        return leak_figure(View(head, key, *(self.ledgers[n].lookups[key] for n in digits)), digits)
 
 
 def leak_growth(

@@ -31,3 +31,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """:func:`write_atomically` for UTF-8 text."""
     write_atomically(path, lambda aside: aside.write_text(text, encoding="utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """:func:`write_atomically` for bytes."""
+    write_atomically(path, lambda aside: aside.write_bytes(content))

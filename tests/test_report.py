@@ -16,7 +16,7 @@ import pytest
 
 import interp.cli as cli
 import interp.diagnosis as diagnosis
-from interp import report
+from interp import plots, report
 from models.checkpoint import load_checkpoint
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -145,35 +145,35 @@ def test_the_same_bytes_again(case, written, tmp_path):
 
 def test_shares_stack_to_one_and_mistakes_add_up(case):
     _, _, found = case
-    figure = report.mistakes_figure(found)
+    figure = plots.mistakes_figure(found.score)
     wrong, decisions = (figure.data[0].customdata[..., i].astype(int).sum() for i in (1, 2))
     assert (wrong, decisions) == (found.score.n_wrong, found.score.decisions)
     head = report.heads_shown(found)[0]
-    view = report.view_of(head, found.trained, found.longer)
+    view = plots.view_of(head, found.trained, found.longer)
     frames = [report.Shares(ledger).to_frame() for ledger in (found.trained, found.longer)]
-    bars = report.shares_figure(head, view.key, *frames, (10, found.digits)).data
+    bars = plots.shares_figure(head, view.key, frames, (10, found.digits)).data
     for side in ("x", "x2"):
         np.testing.assert_allclose(sum(bar.y for bar in bars if (bar.xaxis or "x") == side), 1, atol=1e-9)
 
 
 @pytest.mark.parametrize("columns", [1, 160, 161, 1001])
 def test_column_bins_are_few_and_cover_every_column(columns):
-    width, edges = report.column_bins(np.arange(columns))
-    assert len(edges) <= report.MOST_BINS
+    width, edges = plots.column_bins(np.arange(columns))
+    assert len(edges) <= plots.MOST_BINS
     assert edges[-1] < columns <= edges[-1] + width
-    assert width == 1 or columns > report.MOST_BINS
+    assert width == 1 or columns > plots.MOST_BINS
 
 
 def test_leak_by_keys_is_the_median_in_each_bin():
     rng = np.random.default_rng(0)
     keys, leak = rng.integers(5, 400, 3000), rng.exponential(size=3000)
     leak[keys > 390] = np.inf
-    n, low, middle, high = report.leak_by_keys(keys, leak)
-    assert len(n) <= report.LEAK_BINS
+    n, low, middle, high = plots.leak_by_keys(keys, leak)
+    assert len(n) <= plots.LEAK_BINS
     assert (np.diff(n) > 0).all()
     assert ((low <= middle) & (middle <= high)).all()
     assert not np.isnan(middle).any()
-    (one,) = zip(*report.leak_by_keys(np.array([7, 7, 7]), np.array([1.0, 2.0, 9.0])), strict=True)
+    (one,) = zip(*plots.leak_by_keys(np.array([7, 7, 7]), np.array([1.0, 2.0, 9.0])), strict=True)
     assert one == (7, 1, 2, 2)
 
 
