@@ -116,10 +116,11 @@ RECIPES: dict[str, Recipe] = {
         ),
         _one_digit(
             "1digit-rotary2d-pressure",
-            "rotation, decay and sink with sink pressure 10: every lookup has to outbid a crowd of e^10 keys",
-            AttentionConfig(scheme="rotary2d", rotary_base=100.0, decay=0.3, sink_boost=10.0),
-            steps=1800,
-            sink_pressure=10.0,
+            "rotation, decay 1 and sink with sink pressure 12: every lookup has to outbid a crowd of e^12 keys",
+            AttentionConfig(scheme="rotary2d", rotary_base=100.0, decay=1.0, separator_column=-1, sink_boost=12.0),
+            steps=2000,
+            learning_rate=3e-3,
+            sink_pressure=12.0,
         ),
         _one_digit(
             "1digit-rotary",
