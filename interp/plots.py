@@ -210,7 +210,11 @@ def mistakes_figure(found: Score) -> go.Figure:
 
 
 def shares_figure(
-    head: Head, key: LookupKey, frames: Sequence[pd.DataFrame], digits: Sequence[int] | None = None
+    head: Head,
+    key: LookupKey,
+    frames: Sequence[pd.DataFrame],
+    digits: Sequence[int] | None = None,
+    most_bins: int = MOST_BINS,
 ) -> go.Figure:
     """Who gets a head's attention by column, stacked to 1: one panel a length, the last the widest.
 
@@ -224,14 +228,14 @@ def shares_figure(
         here = (frame["lookup"] == key[0]) & (frame["present"] == key[1])
         rows = frame[here & (frame["layer"] == head[0]) & (frame["head"] == head[1])]
         column, queries = rows["column"].to_numpy(), rows["queries"].to_numpy()
-        width, edges = column_bins(column)
+        width, edges = column_bins(column, most_bins)
         count = np.bincount(column // width, weights=queries, minlength=len(edges))
         use = count > 0
         for name, colour in CLASS_COLOURS.items():
             total = np.bincount(column // width, weights=queries * rows[name].to_numpy(), minlength=len(edges))
             figure.add_bar(
                 x=edges[use] + (width - 1) / 2,
-                y=total[use] / count[use],
+                y=(total[use] / count[use]).round(4),
                 width=width,
                 name=name,
                 legendgroup=name,
@@ -654,10 +658,10 @@ def kernels_figure(model: HookedAdder) -> go.Figure:
     return figure
 
 
-def column_bins(column: np.ndarray) -> tuple[int, np.ndarray]:
-    """Width of a bin of columns and the first column of each, at most :data:`MOST_BINS` of them."""
+def column_bins(column: np.ndarray, most: int = MOST_BINS) -> tuple[int, np.ndarray]:
+    """Width of a bin of columns and the first column of each, at most so many of them."""
     columns = int(column.max()) + 1
-    width = -(-columns // MOST_BINS)
+    width = -(-columns // most)
     return width, np.arange(0, columns, width)
 
 

@@ -11,13 +11,14 @@ import shlex
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from plotly.offline import get_plotlyjs
 
 from interp.diagnosis import ENOUGH, Diagnosis, repairs
 from interp.interventions import Head
+from interp.papers import Look, Paper, write_papers
 from interp.plots import (
     DARK,
     LIGHT,
@@ -33,9 +34,16 @@ from interp.shares import Shares
 from models.files import write_text
 from models.transformer import HookedAdder
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 MOST_HEADS = 4  # heads shown, of those that matter
 MOST_CROWDS = 2  # heads shown where none matters: those with the largest far share
 PROFILE_PROBLEMS = 8
+MOST_CELLS = 64  # heads in the grid; beyond, those of the first layers
+GRID_BINS = 60  # columns of a grid's figures
+MOST_PAPERS = 24  # problems with mistakes that are written out
+MOST_MISTAKES = 8  # listed below a problem
 NAMED_HEADS = 6  # in the verdict's words
 EVIDENCE_LINES = 6  # shown before the rest is folded away
 
@@ -238,6 +246,23 @@ def report_html(model: HookedAdder, diagnosis: Diagnosis, checkpoint: str, *, se
             title=f"Head {profile.head[0]}.{profile.head[1]}",
         ),
     )
+    page.section(
+        "Every head",
+        _note(
+            "Each cell is a head in the lookup in which its target lost most: the target's mean share as trained, and "
+            "now; the darker, the more it lost. Choose one to see where its attention goes and how its leak grows."
+        ),
+        page.grid(diagnosis, frames, digits),
+    )
+    page.section(
+        "Problems on paper",
+        _note(
+            f"Each number is one of the {diagnosis.score.problems} problems, with how many of its decisions are wrong. "
+            "Choose one to see it as a person writes it, and which keys "
+            f"{', '.join(f'{v.head[0]}.{v.head[1]}' for v in views)} gave most of their attention to."
+        ),
+        _papers(model, diagnosis, [view.head for view in views], seed),
+    )
     page.section("Interventions", _note("Each edit acts in all heads of the saved checkpoint."), _trials(diagnosis))
     by_head = (
         " Repaired alone: the share of wrong decisions that the proving edit repairs in this head only. Left without: "
@@ -260,18 +285,59 @@ class _Page:
     def __init__(self) -> None:
         self.sections: list[tuple[str, str]] = []
         self.figures: dict[str, Any] = {}
+        self.heads: dict[str, Any] = {}
 
     def figure(self, figure: Any, caption: str, title: str = "") -> str:
         """A figure's place in the page; ``caption`` is text."""
         name = f"figure-{len(self.figures) + 1}"
-        figure.update_layout(template=None)  # the page sets one of its own
-        self.figures[name] = figure.to_plotly_json()
+        self.figures[name] = _plain_figure(figure)
         heading = f"<h3>{escape(title)}</h3>" if title else ""
         below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
         height = figure.layout.height
         label = escape(f"Figure: {title or caption}")
         plot = f'<div class="plot" id="{name}" role="group" aria-label="{label}" style="min-height:{height}px"></div>'
         return f"<figure>{heading}{plot}{below}</figure>"
+
+    def grid(self, diagnosis: Diagnosis, frames: Sequence[pd.DataFrame], digits: tuple[int, int]) -> str:
+        """A button a head, and the panel that shows the one chosen."""
+        layers, heads = next(iter(diagnosis.longer.lookups.values())).share.shape[:2]
+        first = heads_shown(diagnosis)[0]
+        rows = []
+        for layer in range(min(layers, max(1, MOST_CELLS // heads))):
+            cells = []
+            for index in range(heads):
+                view = view_of((layer, index), diagnosis.trained, diagnosis.longer)
+                then, now = (float(found.share[layer, index].mean()) for found in (view.trained, view.longer))
+                name = f"{layer}.{index}"
+                self.heads[name] = {
+                    "title": view.title,
+                    "figures": [
+                        _plain_figure(shares_figure(view.head, view.key, frames, digits, GRID_BINS)),
+                        _plain_figure(leak_figure(view, digits)),
+                    ],
+                }
+                lost = max(0.0, then - now)
+                cells.append(
+                    f'<td><button type="button" class="cell" data-head="{name}" style="--lost:{lost:.2f}" '
+                    f'aria-pressed="{str(view.head == first).lower()}"><b>{name}</b> '
+                    f"<span>{then:.2f} \N{RIGHTWARDS ARROW} {now:.2f}</span></button></td>"
+                )
+            rows.append(f'<tr><th scope="row">layer {layer}</th>{"".join(cells)}</tr>')
+        chosen = self.heads[f"{first[0]}.{first[1]}"]
+        boxes = []
+        for label, figure in zip(("attention by column", "leak against keys"), chosen["figures"], strict=True):
+            name = f"figure-{len(self.figures) + 1}"
+            self.figures[name] = figure
+            boxes.append(
+                f'<div class="plot" id="{name}" role="group" aria-label="Figure: {label} of the chosen head" '
+                f'style="min-height:{figure["layout"]["height"]}px"></div>'
+            )
+        return (
+            '<div class="scroll" role="region" aria-label="Heads" tabindex="0"><table class="heads"><tbody>'
+            f"{''.join(rows)}</tbody></table></div>"
+            f'<h3 id="chosen-head" aria-live="polite">{escape(chosen["title"])}</h3>'
+            f'<figure class="chosen">{"".join(boxes)}</figure>'
+        )
 
     def section(self, title: str, *content: str) -> None:
         self.sections.append((title, "".join(content)))
@@ -297,8 +363,91 @@ class _Page:
             f"<script>{_script_text(get_plotlyjs())}</script>\n"
             f'<script type="application/json" id="themes">{_embedded(themes)}</script>\n'
             f'<script type="application/json" id="figures">{_embedded(self.figures)}</script>\n'
+            f'<script type="application/json" id="heads">{_embedded(self.heads)}</script>\n'
             f"<script>{_SCRIPT}</script></body></html>\n"
         )
+
+
+def _plain_figure(figure: Any) -> Any:
+    figure.update_layout(template=None)  # the page sets one of its own
+    return figure.to_plotly_json()
+
+
+def _papers(model: HookedAdder, diagnosis: Diagnosis, heads: Sequence[Head], seed: int) -> str:
+    """A button a problem, and the problems with mistakes as a person writes them."""
+    found = diagnosis.score
+    problems = model.task.evaluation_problems(diagnosis.digits, found.problems, seed)
+    wrong = np.bincount(found.problem, weights=found.wrong, minlength=found.problems).astype(int)
+    shown = np.flatnonzero(wrong)[:MOST_PAPERS]
+    if not len(shown):
+        return "<p>No decision is wrong in any of them.</p>"
+    papers = write_papers(model, [problems[i] for i in shown], heads)
+    buttons = []
+    for i, n in enumerate(wrong.tolist()):
+        if i in shown:
+            attributes = f'data-problem="{i}" aria-pressed="{str(i == shown[0]).lower()}" class="cell"'
+            buttons.append(
+                f'<li><button type="button" {attributes} style="--lost:{min(1, 0.2 + n / 20):.2f}">'
+                f"<b>{i}</b> <span>{n} wrong</span></button></li>"
+            )
+        else:
+            buttons.append(f'<li class="cell none"><b>{i}</b> <span>{f"{n} wrong" if n else "exact"}</span></li>')
+    sheets = [
+        f'<article id="problem-{i}"{"" if i == shown[0] else " hidden"}><h3>Problem {i}</h3>{_paper(paper, heads)}'
+        "</article>"
+        for i, paper in zip(shown, papers, strict=True)
+    ]
+    return f'<ul class="problems">{"".join(buttons)}</ul><div aria-live="polite">{"".join(sheets)}</div>'
+
+
+ROWS = ("first number", "second number", "sum")
+
+
+def _paper(paper: Paper, heads: Sequence[Head]) -> str:
+    """Columns stand below one another, the least significant on the right; wrong ones are marked in two ways."""
+    width = max(len(text) for row in paper.rows for text in row)
+    columns = max(*(len(row) for row in paper.rows), *(column + 1 for column in paper.mistakes))
+
+    def line(sign: str, cells: Sequence[str], marked: bool) -> str:
+        spans = []
+        for column in reversed(range(columns)):
+            text = escape(cells[column] if column < len(cells) else "").rjust(width)
+            spans.append(f"<b>{text}</b>" if marked and column in paper.mistakes else text)
+        return f"{sign} {''.join(spans)}"
+
+    written = list(paper.rows[2]) + [""] * (columns - len(paper.rows[2]))
+    for column, mistake in paper.mistakes.items():
+        written[column] = {"<eos>": "\N{WHITE SQUARE}"}.get(mistake.written, mistake.written)[:width]
+    marks = ["^".rjust(width) if column in paper.mistakes else "" for column in range(columns)]
+    lines = [
+        line(" ", paper.rows[0], False),
+        line("+", paper.rows[1], False),
+        line("=", paper.rows[2], False),
+        line("\N{RIGHTWARDS ARROW}", written, True),
+        line(" ", marks, True),
+    ]
+    listed = list(paper.mistakes.values())[:MOST_MISTAKES]
+    head = ["column", "right", "written", *(f"head {layer}.{index} looked at" for layer, index in heads)]
+    rows = [
+        [str(m.column), m.right.strip("<>"), m.written.strip("<>"), *(_looks(m.looks.get(head, ())) for head in heads)]
+        for m in listed
+    ]
+    more = len(paper.mistakes) - len(listed)
+    return (
+        '<div class="scroll" role="region" aria-label="The problem as written" tabindex="0">'
+        f"<pre>{chr(10).join(lines)}</pre></div>"
+        + _table("Wrong decisions of this problem", head, rows)
+        + (_note(f"{more} more wrong decisions are marked above.") if more else "")
+    )
+
+
+def _looks(looks: Sequence[Look]) -> str:
+    return "; ".join(
+        f"{look.token} in column {look.column} of the {ROWS[min(look.row, 2)]} ({look.share:.2f})"
+        if look.column >= 0
+        else f"{look.token} ({look.share:.2f})"
+        for look in looks
+    )
 
 
 def _verdict(diagnosis: Diagnosis, checkpoint: str) -> str:
@@ -443,9 +592,9 @@ _POLICY = (
 
 _STYLE = """
 :root { --ink: #1f2328; --soft: #59636e; --paper: #ffffff; --card: #f4f6f8; --line: #d5dae0; --link: #0060a0;
-  --fails: #d55e00; --fine: #009e73; }
+  --fails: #d55e00; --fine: #009e73; --wrong: #b34700; }
 @media screen and (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --soft: #a3adb8; --paper: #15181c;
-  --card: #1e2329; --line: #3a424c; --link: #6cbcf0; } }
+  --card: #1e2329; --line: #3a424c; --link: #6cbcf0; --wrong: #ff9d4d; } }
 * { box-sizing: border-box; }
 html { color: var(--ink); background: var(--paper); font: 16px/1.5 system-ui, sans-serif; }
 body { margin: 0; }
@@ -483,6 +632,17 @@ tbody th { font-weight: 400; white-space: nowrap; }
 .text { text-align: left; }
 td.text { min-width: 20ch; }
 .marked > * { font-weight: 700; }
+.heads td, .heads th { border: 0; padding: 2px; text-align: left; white-space: nowrap; }
+.cell { font: inherit; font-size: .85rem; color: var(--ink); border: 1px solid var(--line); border-radius: 4px;
+  padding: 4px 8px; min-width: 5.2rem; text-align: left; line-height: 1.3; cursor: pointer;
+  background: color-mix(in srgb, var(--fails) calc(var(--lost) * 60%), var(--card)); }
+.cell span { display: block; font-variant-numeric: tabular-nums; }
+.cell.none { background: none; color: var(--soft); cursor: default; }
+.cell[aria-pressed=true] { outline: 3px solid var(--link); outline-offset: -1px; }
+.problems { display: flex; flex-wrap: wrap; gap: 4px; list-style: none; padding: 0; }
+.problems .cell { min-width: 4.8rem; }
+pre { font: .9rem/1.35 ui-monospace, monospace; margin: 6px 0; }
+pre b { color: var(--wrong); text-decoration: underline; }
 @media (max-width: 600px) { main { padding: 12px 12px 32px; } header { padding: 12px 14px; } }
 @media print { html { font-size: 12px; } main { max-width: none; padding: 0; }
   nav, .modebar { display: none !important; }
@@ -525,8 +685,9 @@ _SCRIPT = """
       };
     }
   };
-  const draw = printing => {
+  const draw = (printing, only) => {
     for (const [id, figure] of Object.entries(figures)) {
+      if (only && !only.includes(id)) continue;
       const box = document.getElementById(id);
       const layout = structuredClone(figure.layout);
       layout.template = themes[dark.matches && !printing ? "dark" : "light"];
@@ -542,6 +703,30 @@ _SCRIPT = """
       openLegend(box);
     }
   };
+  // of a group of buttons one is pressed
+  const press = button => {
+    for (const other of button.closest("table, ul").querySelectorAll("button")) {
+      other.setAttribute("aria-pressed", String(other === button));
+    }
+  };
+  const heads = read("heads"), boxes = [...document.querySelectorAll(".chosen .plot")].map(box => box.id);
+  for (const button of document.querySelectorAll("button[data-head]")) {
+    button.onclick = () => {
+      press(button);
+      const head = heads[button.dataset.head];
+      document.getElementById("chosen-head").textContent = head.title;
+      boxes.forEach((id, i) => { figures[id] = head.figures[i]; });
+      draw(false, boxes);
+    };
+  }
+  for (const button of document.querySelectorAll("button[data-problem]")) {
+    button.onclick = () => {
+      press(button);
+      for (const sheet of document.querySelectorAll("article")) {
+        sheet.hidden = sheet.id !== "problem-" + button.dataset.problem;
+      }
+    };
+  }
   let width = 0, closed = [];
   draw(false);
   dark.addEventListener("change", () => draw(false));
