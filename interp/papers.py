@@ -54,6 +54,8 @@ def write_papers(model: HookedAdder, problems: Sequence[Problem], heads: Sequenc
     Args:
         heads: whose attention is kept at wrong decisions, at most :data:`LOOKED_AT` keys each.
     """
+    if not problems:
+        return []
     kept: dict[Head, Tensor] = {}
 
     def watch(batch: Batch) -> list[tuple[str, Callable[..., Any]]]:

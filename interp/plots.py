@@ -235,7 +235,7 @@ def shares_figure(
             total = np.bincount(column // width, weights=queries * rows[name].to_numpy(), minlength=len(edges))
             figure.add_bar(
                 x=edges[use] + (width - 1) / 2,
-                y=(total[use] / count[use]).round(4),
+                y=total[use] / count[use],
                 width=width,
                 name=name,
                 legendgroup=name,

@@ -250,7 +250,8 @@ def report_html(model: HookedAdder, diagnosis: Diagnosis, checkpoint: str, *, se
         "Every head",
         _note(
             "Each cell is a head in the lookup in which its target lost most: the target's mean share as trained, and "
-            "now; the darker, the more it lost. Choose one to see where its attention goes and how its leak grows."
+            "now; the stronger its colour, the more it lost. Choose one to see where its attention goes and how its "
+            "leak grows."
         ),
         page.grid(diagnosis, frames, digits),
     )
@@ -258,8 +259,8 @@ def report_html(model: HookedAdder, diagnosis: Diagnosis, checkpoint: str, *, se
         "Problems on paper",
         _note(
             f"Each number is one of the {diagnosis.score.problems} problems, with how many of its decisions are wrong. "
-            "Choose one to see it as a person writes it, and which keys "
-            f"{', '.join(f'{v.head[0]}.{v.head[1]}' for v in views)} gave most of their attention to."
+            "Choose one to see it as a person writes it, and which keys the heads "
+            f"{', '.join(f'{v.head[0]}.{v.head[1]}' for v in views)} gave most attention to when it went wrong."
         ),
         _papers(model, diagnosis, [view.head for view in views], seed),
     )
@@ -363,7 +364,7 @@ class _Page:
             f"<script>{_script_text(get_plotlyjs())}</script>\n"
             f'<script type="application/json" id="themes">{_embedded(themes)}</script>\n'
             f'<script type="application/json" id="figures">{_embedded(self.figures)}</script>\n'
-            f'<script type="application/json" id="heads">{_embedded(self.heads)}</script>\n'
+            f'<script type="application/json" id="heads">{_embedded(self.heads, 4)}</script>\n'
             f"<script>{_SCRIPT}</script></body></html>\n"
         )
 
@@ -567,8 +568,11 @@ def _script_text(code: str) -> str:
     return code.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
-def _embedded(value: Any) -> str:
-    """JSON that may stand inside a script element: no ``<`` in it, arrays as lists, no number as null."""
+def _embedded(value: Any, digits: int = 6) -> str:
+    """JSON that may stand inside a script element: no ``<`` in it, arrays as lists, no number as null.
+
+    Numbers keep so many significant digits.
+    """
 
     def plain(item: Any) -> Any:
         if isinstance(item, dict):
@@ -578,7 +582,7 @@ def _embedded(value: Any) -> str:
         if isinstance(item, list | tuple):
             return [plain(inner) for inner in item]
         if isinstance(item, float):
-            return float(f"{item:.6g}") if np.isfinite(item) else None
+            return float(f"{item:.{digits}g}") if np.isfinite(item) else None
         return item
 
     return json.dumps(plain(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -641,6 +645,7 @@ td.text { min-width: 20ch; }
 .cell[aria-pressed=true] { outline: 3px solid var(--link); outline-offset: -1px; }
 .problems { display: flex; flex-wrap: wrap; gap: 4px; list-style: none; padding: 0; }
 .problems .cell { min-width: 4.8rem; }
+article td.text { min-width: 0; max-width: 26ch; }
 pre { font: .9rem/1.35 ui-monospace, monospace; margin: 6px 0; }
 pre b { color: var(--wrong); text-decoration: underline; }
 @media (max-width: 600px) { main { padding: 12px 12px 32px; } header { padding: 12px 14px; } }

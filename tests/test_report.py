@@ -13,24 +13,39 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import interp.cli as cli
 import interp.diagnosis as diagnosis
-from interp import plots, report
+from interp import papers, plots, report
 from models.checkpoint import load_checkpoint
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 HOSTILE = "<img src=x onerror=alert(1)>"
 VOID = {"meta", "link", "img", "br", "hr", "input"}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-# presses Enter on the first part of the profile's legend, and says what came of it
-PRESS_ENTER = """<script>addEventListener("load", () => setTimeout(() => {
-  const box = [...document.querySelectorAll(".plot")].at(-1);
+# presses Enter on the first part of the profile's legend, chooses another head and another problem, and says what came
+PRESS = """<script>addEventListener("load", () => setTimeout(() => {
+  const box = [...document.querySelectorAll(".plot")].find(plot => plot.data.some(trace => trace.name === "content"));
   const item = [...box.querySelectorAll(".legend .traces")].find(i => i.getAttribute("aria-label") === "content");
   const shown = () => String(box.data.find(trace => trace.name === "content").visible ?? true);
   const before = shown();
   item.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter"}));
-  setTimeout(() => { document.body.dataset.pressed = before + " to " + shown(); }, 500);
+  const panel = document.querySelector(".chosen .plot"), cells = [...document.querySelectorAll("button[data-head]")];
+  const sum = () => panel.data.reduce((total, trace) => total + Array.from(trace.y).reduce((a, b) => a + (b || 0), 0), 0);
+  const other = cells.find(cell => cell.ariaPressed === "false"), earlier = sum();
+  other.click();
+  const problems = [...document.querySelectorAll("button[data-problem]")];
+  problems.at(-1)?.click();
+  setTimeout(() => {
+    document.body.dataset.pressed = before + " to " + shown();
+    const title = document.getElementById("chosen-head").textContent, moved = sum() !== earlier;
+    const pressed = cells.filter(cell => cell.ariaPressed === "true").map(cell => cell.dataset.head);
+    document.body.dataset.head = [title.startsWith("Head " + other.dataset.head + ","), moved, pressed.length].join();
+    const open = [...document.querySelectorAll("article:not([hidden])")].map(sheet => sheet.id);
+    const asked = problems.at(-1)?.dataset.problem;
+    document.body.dataset.open = asked === undefined ? "none" : open.join() === "problem-" + asked;
+  }, 500);
 }, 500));</script>"""
 
 
@@ -251,7 +266,7 @@ def dump_dom(page, folder):
 def test_a_browser_draws_it_without_a_complaint(written, tmp_path):
     page = tmp_path / "page.html"
     html = written.read_text(encoding="utf-8")
-    page.write_text(html.replace("</body>", PRESS_ENTER + "</body>"), encoding="utf-8")
+    page.write_text(html.replace("</body>", PRESS + "</body>"), encoding="utf-8")
     run = dump_dom(page, tmp_path)
     complaints = [line for line in run.stderr.splitlines() if "CONSOLE" in line or "Uncaught" in line]
     assert complaints == []
@@ -262,3 +277,34 @@ def test_a_browser_draws_it_without_a_complaint(written, tmp_path):
         assert 'class="main-svg"' in plot
         assert "NaN" not in plot
     assert 'data-pressed="legendonly to true"' in run.stdout
+    assert 'data-head="true,true,1"' in run.stdout
+    assert f'data-open="{"true" if "data-problem" in html else "none"}"' in run.stdout
+
+
+def test_problems_stand_as_on_paper(case):
+    """The wrong digits marked are those of a pass of its own, and every column stands below its own."""
+    cause, model, found = case
+    problems = model.task.evaluation_problems(found.digits, found.score.problems)
+    wrong = np.bincount(found.score.problem, weights=found.score.wrong, minlength=len(problems)).astype(int)
+    shown = np.flatnonzero(wrong)
+    assert bool(len(shown)) == (cause == "dilution")
+    head = report.heads_shown(found)[0]
+    for index, paper in zip(shown, papers.write_papers(model, [problems[i] for i in shown], [head]), strict=True):
+        first, second = problems[index]
+        texts = ["".join(reversed(row)) for row in paper.rows]
+        assert texts == [str(first), str(second), str(first + second)]
+        missed = found.score.column[(found.score.problem == index) & found.score.wrong]
+        assert sorted(paper.mistakes) == sorted(missed.tolist())
+        batch = model.task.encode([problems[index]])
+        with torch.no_grad():
+            logits, cache = model.run_with_cache(batch.tokens, batch.mask)
+        for column, mistake in paper.mistakes.items():
+            query = int((batch.decisions[0] & (batch.decision_column[0] == column)).nonzero()[0, 0])
+            assert mistake.written == model.task.vocabulary.text(int(logits[0, query].argmax()))
+            assert mistake.right == model.task.vocabulary.text(int(batch.targets[0, query]))
+            pattern = cache["pattern", head[0]][0, head[1], query]
+            assert mistake.looks[head][0].share == pytest.approx(float(pattern.max()), abs=1e-5)
+        lines = report._paper(paper, [head]).split("<pre>")[1].split("</pre>")[0].splitlines()
+        plain = [re.sub("<.*?>", "", line) for line in lines]
+        assert {len(line.rstrip()) for line in plain[:4]} == {2 + len(texts[2])}
+        assert {len(plain[4]) - 1 - i for i, c in enumerate(plain[4]) if c == "^"} == set(paper.mistakes)
