@@ -364,7 +364,7 @@ class _Page:
             f"<script>{_script_text(get_plotlyjs())}</script>\n"
             f'<script type="application/json" id="themes">{_embedded(themes)}</script>\n'
             f'<script type="application/json" id="figures">{_embedded(self.figures)}</script>\n'
-            f'<script type="application/json" id="heads">{_embedded(self.heads, 4)}</script>\n'
+            f'<script type="application/json" id="heads">{_embedded(self.heads)}</script>\n'
             f"<script>{_SCRIPT}</script></body></html>\n"
         )
 
@@ -568,11 +568,8 @@ def _script_text(code: str) -> str:
     return code.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
-def _embedded(value: Any, digits: int = 6) -> str:
-    """JSON that may stand inside a script element: no ``<`` in it, arrays as lists, no number as null.
-
-    Numbers keep so many significant digits.
-    """
+def _embedded(value: Any) -> str:
+    """JSON that may stand inside a script element: no ``<`` in it, arrays as lists, no number as null."""
 
     def plain(item: Any) -> Any:
         if isinstance(item, dict):
@@ -582,7 +579,7 @@ def _embedded(value: Any, digits: int = 6) -> str:
         if isinstance(item, list | tuple):
             return [plain(inner) for inner in item]
         if isinstance(item, float):
-            return float(f"{item:.{digits}g}") if np.isfinite(item) else None
+            return float(f"{item:.6g}") if np.isfinite(item) else None
         return item
 
     return json.dumps(plain(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -32,14 +32,14 @@ PRESS = """<script>addEventListener("load", () => setTimeout(() => {
   const before = shown();
   item.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter"}));
   const panel = document.querySelector(".chosen .plot"), cells = [...document.querySelectorAll("button[data-head]")];
-  const sum = () => panel.data.reduce((total, trace) => total + Array.from(trace.y).reduce((a, b) => a + (b || 0), 0), 0);
-  const other = cells.find(cell => cell.ariaPressed === "false"), earlier = sum();
+  const state = () => JSON.stringify(panel.data.map(trace => trace.y));
+  const other = cells.find(cell => cell.ariaPressed === "false"), earlier = state();
   other.click();
   const problems = [...document.querySelectorAll("button[data-problem]")];
   problems.at(-1)?.click();
   setTimeout(() => {
     document.body.dataset.pressed = before + " to " + shown();
-    const title = document.getElementById("chosen-head").textContent, moved = sum() !== earlier;
+    const title = document.getElementById("chosen-head").textContent, moved = state() !== earlier;
     const pressed = cells.filter(cell => cell.ariaPressed === "true").map(cell => cell.dataset.head);
     document.body.dataset.head = [title.startsWith("Head " + other.dataset.head + ","), moved, pressed.length].join();
     const open = [...document.querySelectorAll("article:not([hidden])")].map(sheet => sheet.id);
