@@ -278,7 +278,7 @@ def test_a_browser_draws_it_without_a_complaint(written, tmp_path):
         assert "NaN" not in plot
     assert 'data-pressed="legendonly to true"' in run.stdout
     assert 'data-head="true,true,1"' in run.stdout
-    assert f'data-open="{"true" if "data-problem" in html else "none"}"' in run.stdout
+    assert f'data-open="{"true" if "<article" in html else "none"}"' in run.stdout
 
 
 def test_problems_stand_as_on_paper(case):
