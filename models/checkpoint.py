@@ -2,7 +2,8 @@
 
 ``config.json`` holds ``{"format": 1, "model": AdderConfig}``; ``training.json`` the recipe, the seed, the versions and
 the curve. Both are validated before a weight is read, and weights must have exactly the names, shapes and type that
-the configuration calls for. Beside the weights stands their digest: a flipped bit makes another model, not a broken one.
+the configuration calls for. Beside the weights stands their digest: a flipped bit makes
+another model, not a broken one.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ def load_checkpoint(folder: str | Path) -> HookedAdder:
     shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     path = folder / "model.safetensors"
     try:
+        _require_file(path)
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
             if names != set(shapes):
@@ -168,11 +170,14 @@ def require_loadable(config: AdderConfig, where: str) -> None:
     per_layer = 4 * config.n_heads * config.d_head * config.d_model + 2 * config.d_model * config.d_mlp
     size = config.n_layers * per_layer + 2 * Vocabulary(config.task).size * config.d_model
     if size > _MOST_WEIGHTS:
-        raise CheckpointError(f"{where}: asks for {size:.1e} weights, more than the {_MOST_WEIGHTS:.0e} that are loaded")
+        raise CheckpointError(
+            f"{where}: asks for {size:.1e} weights, more than the {_MOST_WEIGHTS:.0e} that are loaded"
+        )
 
 
 def _read_json(path: Path) -> Any:
     try:
+        _require_file(path)
         if path.stat().st_size > _LARGEST_JSON:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes, more than the {_LARGEST_JSON} that are read")
         return json.loads(path.read_text(encoding="utf-8"))
@@ -190,6 +195,12 @@ def _read_json(path: Path) -> Any:
         raise CheckpointError(f"{path}: not readable JSON ({_reason(error)}); restore the file") from error
 
 
+def _require_file(path: Path) -> None:
+    """A device or a pipe has no end, and one that a name leads to is not read."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: not a regular file; restore the file")
+
+
 def _validated(kind: type[T], found: Any, path: Path) -> T:
     try:
         return kind.model_validate(found)
@@ -202,7 +213,7 @@ def first_problem(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ascii(".".join(str(part) for part in first["loc"]))[1:-1][:80]
     got = "" if isinstance(first["input"], dict | list) else f", got {str(first['input'])[:60]!a}"
-    return " ".join(f"{where + ': ' if where else ''}{first['msg']}{got}".split())
+    return " ".join(f"{where + ': ' if where else ''}{first['msg'].removeprefix('Value error, ')}{got}".split())
 
 
 def _reason(error: BaseException) -> str:

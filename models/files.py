@@ -31,3 +31,9 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """:func:`write_atomically` for UTF-8 text."""
     write_atomically(path, lambda aside: aside.write_text(text, encoding="utf-8"))
+
+
+def remove_asides(folder: Path) -> None:
+    """Remove what :func:`write_atomically` leaves where it is killed. Only for who works in the folder alone."""
+    for aside in folder.glob(".*.*.????????"):
+        aside.unlink(missing_ok=True)
