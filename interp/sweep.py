@@ -35,6 +35,7 @@ import joblib
 import torch
 import yaml
 from filelock import FileLock, Timeout
+from joblib.externals.loky import get_reusable_executor
 from pydantic import Field, ValidationError, model_validator
 
 from interp.compare import UNEDITED
@@ -632,6 +633,9 @@ class _Pool:
             raise
         except Exception as error:  # each engine has its own; a task itself lets none out
             return error
+        finally:  # Ctrl-C too must leave no worker behind, nor may an idle one keep our pipes open
+            if self.backend == "loky" and jobs != 1:
+                get_reusable_executor().shutdown(wait=True, kill_workers=True)
         return None
 
 

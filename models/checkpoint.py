@@ -108,6 +108,8 @@ def load_checkpoint(folder: str | Path) -> HookedAdder:
     path = folder / "model.safetensors"
     try:
         _require_file(path)
+        if path.stat().st_size > 4 * _MOST_WEIGHTS + _LARGEST_JSON:
+            raise CheckpointError(f"{path}: {path.stat().st_size} bytes, more than any model that is loaded has")
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
             if names != set(shapes):
