@@ -624,10 +624,10 @@ class _Pool:
 
     def _parallel(self, tasks: list[_Task], jobs: int) -> Exception | None:
         """The error of the engine, if it broke."""
-        parallel = _Telling(n_jobs=jobs, batch_size=1)
-        parallel.tell = lambda: self.progress(self.done + parallel.n_completed_tasks)
         try:
             with joblib.parallel_config(backend=self.backend):
+                parallel = _Telling(n_jobs=jobs, batch_size=1)
+                parallel.tell = lambda: self.progress(self.done + parallel.n_completed_tasks)
                 parallel(joblib.delayed(work)(task) for task in tasks)
         except SweepError:
             raise

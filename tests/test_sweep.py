@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import joblib
@@ -17,7 +18,7 @@ import psutil
 import pytest
 import torch
 import yaml
-from joblib._parallel_backends import SequentialBackend
+from joblib._parallel_backends import ThreadingBackend
 from test_training import tiny
 
 import interp.cli as cli
@@ -352,7 +353,7 @@ def test_an_engine_that_loses_every_worker_is_given_up(tmp_path, monkeypatch):
         run_sweep(grid(), tmp_path, jobs=1)
 
 
-class Counting(SequentialBackend):
+class Counting(ThreadingBackend):
     """A joblib backend of somebody's cluster."""
 
     tasks = 0
@@ -360,8 +361,6 @@ class Counting(SequentialBackend):
     def submit(self, func, callback=None):
         Counting.tasks += 1
         return super().submit(func, callback)
-
-    apply_async = submit
 
 
 @pytest.mark.parametrize("engine", ["ray", "dask"])
@@ -375,7 +374,9 @@ def test_an_engine_is_the_joblib_backend_of_its_name(tmp_path, monkeypatch, engi
 
     monkeypatch.setattr(sweeps, f"_{engine}", connect)
     monkeypatch.setitem(joblib.parallel.BACKENDS, engine, Counting)
-    found = run_sweep(grid(), tmp_path, jobs=1, engine=engine, address="head:1")
+    Counting.tasks = 0
+    found = run_sweep(grid(), tmp_path, jobs=2, engine=engine, address="head:1")
+    assert Counting.tasks == 4
     assert connected == ["head:1", "closed"]
     assert found == run_sweep(grid(), tmp_path, jobs=1)
 
@@ -444,8 +445,11 @@ def started(folder: Path, *more: str) -> subprocess.Popen:
 
 
 def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
-    every = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in every if any("popen_loky" in part for part in child.cmdline())]
+    workers = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # git, which says what the source is
+            workers += [child] if any("popen_loky" in part for part in child.cmdline()) else []
+    return workers
 
 
 def after_runs(number: int, folder: Path, process: subprocess.Popen, seconds: float = 240) -> None:
@@ -535,7 +539,8 @@ def test_a_ray_cluster_of_two_workers_one_killed_in_the_middle(uninterrupted, tm
     pytest.importorskip("ray", reason="the extra `ray`, which `dev` has, is not installed")
     from ray.cluster_utils import Cluster
 
-    for name, value in {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}.items():
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    for name, value in (environment | {"RAY_raylet_start_wait_time_s": "240"}).items():  # a busy machine takes its time
         monkeypatch.setenv(name, value)
     memory = {"object_store_memory": 80 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **memory})
