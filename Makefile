@@ -5,7 +5,7 @@ CKPT ?= fixtures/1digit-rotary2d-seed0
 DIGITS ?= 100
 BIN := $(VENV)/bin
 
-.PHONY: diagnose test lint bench readme clean
+.PHONY: diagnose test lint bench faults readme clean
 .DELETE_ON_ERROR:
 
 diagnose: $(VENV)/.ready
@@ -23,6 +23,9 @@ bench: $(VENV)/.ready
 	$(BIN)/python tests/benchmarks/bench_score.py
 	$(BIN)/python tests/benchmarks/bench_long.py
 	$(BIN)/python tests/benchmarks/bench_audit.py
+
+faults: $(VENV)/.ready
+	$(BIN)/python tests/faults.py
 
 readme: $(VENV)/.ready
 	$(BIN)/python tests/readme.py

@@ -521,6 +521,58 @@ def reproduce(
     _emit(claims.to_json(found), as_json, show)
 
 
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="SWEEP.yaml", help="The grid.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder of the runs and of the table.", show_default=False)],
+    jobs: Annotated[int | None, typer.Option(help="Runs at once (default: one a processor).", min=1)] = None,
+    engine: Annotated[str, typer.Option(help="processes, ray or dask.")] = "processes",
+    address: Annotated[str | None, typer.Option(help="Of the cluster, with ray or dask.")] = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Train what is missing of a grid, score and diagnose it, and count which seeds fail and why."""
+    from interp.sweep import read_sweep, run_sweep, write_outcome
+
+    grid = read_sweep(file)
+    with _progress(len(grid.runs), file.stem) as tell:
+        found = run_sweep(
+            grid, out, jobs=jobs, engine=engine, address=address, seed=seed, progress=lambda done: tell(done, "")
+        )
+    files = {kind: str(path) for kind, path in write_outcome(found, out, file.stem).items()}
+    for run in found.failed:
+        sys.stderr.write(f"leaksum: {_line('{run} ({recipe}, seed {seed}) failed: {reason}'.format(**run))}\n")
+
+    def show(console: Console) -> None:
+        console.print(f"{found.runs - len(found.failed)} of {found.runs} runs done; {files['csv']}", markup=False)
+        for title, rows in (("seeds under 99% exact", found.fails), ("seeds by diagnosis", found.causes)):
+            if rows:
+                console.print(f"\n{title}, with 95% intervals")
+                _table(console, list(rows))
+
+    _emit({"files": files, **found.to_json()}, as_json, show)
+
+
+@app.command()
+def doctor(checkpoint: Checkpoint, threads: Threads = None, as_json: AsJson = False) -> None:
+    """Whether a checkpoint is whole, where it comes from, and whether its recorded accuracy still holds."""
+    _use_threads(threads)
+    from interp.doctor import examine
+    from models.config import InputError
+
+    found = examine(checkpoint)
+    rows = [asdict(check) for check in found]
+    bad = [check for check in found if check.ok is False]
+    words = {True: "yes", False: "NO", None: "-"}
+    _emit(
+        {"checkpoint": str(checkpoint), "ok": not bad, "checks": rows},
+        as_json,
+        lambda console: _table(console, [{**row, "ok": words[row["ok"]]} for row in rows]),
+    )
+    if bad:
+        raise InputError(f"{checkpoint}: {bad[0].check}: {bad[0].found}")
+
+
 def _score(
     checkpoint: Path,
     digits: str,
@@ -770,9 +822,12 @@ def _offending(error: Any, arguments: Sequence[str]) -> str:
 
 
 def _fail(message: str, status: int) -> None:
-    line = "".join(c if c.isprintable() else " " for c in " ".join(message.split()))
-    sys.stderr.write(f"leaksum: {line}\n")
+    sys.stderr.write(f"leaksum: {_line(message)}\n")
     sys.exit(status)
+
+
+def _line(message: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in " ".join(message.split()))
 
 
 if __name__ == "__main__":

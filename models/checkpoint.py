@@ -2,12 +2,16 @@
 
 ``config.json`` holds ``{"format": 1, "model": AdderConfig}``; ``training.json`` the recipe, the seed, the versions and
 the curve. Both are validated before a weight is read, and weights must have exactly the names, shapes and type that
-the configuration calls for.
+the configuration calls for. Beside the weights stands their digest: a flipped bit makes
+another model, not a broken one.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +19,7 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from models.addition import Vocabulary
 from models.config import AdderConfig, Frozen, InputError
@@ -62,16 +67,39 @@ class _ConfigFile(Frozen):
 def save_checkpoint(folder: Path, model: HookedAdder, record: TrainingRecord) -> None:
     """Write the three files, ``training.json`` last: a folder that has it is whole."""
     weights = {name: weight.detach().contiguous() for name, weight in model.state_dict().items()}
-    write_atomically(folder / "model.safetensors", lambda aside: save_file(weights, aside))
+    save_tensors(folder / "model.safetensors", weights, {"digest": digest_of(weights)})
     write_text(folder / "config.json", _pretty(_ConfigFile(format=FORMAT, model=model.config).model_dump()))
     write_text(folder / "training.json", _pretty(record.model_dump()))
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
+    """Write a safetensors file aside and rename it.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written; what stood at ``path`` is as it was.
+    """
+    try:
+        write_atomically(path, lambda aside: save_file(tensors, aside, metadata=about))
+    except SafetensorError as error:  # how that library says that the disk is full
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, _reason(error), str(path)) from error
+
+
+def digest_of(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 over names and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def load_checkpoint(folder: str | Path) -> HookedAdder:
     """The model of a checkpoint directory, in evaluation mode.
 
     Raises:
-        CheckpointError: missing, truncated, foreign or inconsistent files; a scheme or format that is not known.
+        CheckpointError: missing, truncated, foreign or inconsistent files; weights that do not match the digest beside
+            them; a scheme or format that is not known.
     """
     folder = Path(folder)
     config = load_config(folder)
@@ -79,6 +107,9 @@ def load_checkpoint(folder: str | Path) -> HookedAdder:
     shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     path = folder / "model.safetensors"
     try:
+        _require_file(path)
+        if path.stat().st_size > 4 * _MOST_WEIGHTS + _LARGEST_JSON:
+            raise CheckpointError(f"{path}: {path.stat().st_size} bytes, more than any model that is loaded has")
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
             if names != set(shapes):
@@ -95,6 +126,7 @@ def load_checkpoint(folder: str | Path) -> HookedAdder:
                         f"{found.get_dtype()} {found.get_shape()}; use the files of one checkpoint together"
                     )
             weights = {name: file.get_tensor(name) for name in shapes}
+            about = {key: value for key, value in (file.metadata() or {}).items() if key != "format"}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{path}: not a readable safetensors file ({_reason(error)}); restore the file"
@@ -102,6 +134,8 @@ def load_checkpoint(folder: str | Path) -> HookedAdder:
     for name, weight in weights.items():
         if not torch.isfinite(weight).all():
             raise CheckpointError(f"{path}: weight {name!r} holds NaN or infinity; train again or restore the file")
+    if about and about != {"digest": digest_of(weights)}:  # files of other programs have none
+        raise CheckpointError(f"{path}: its weights do not match their digest; train again or restore the file")
     model.load_state_dict(weights)
     return model.eval()
 
@@ -125,18 +159,27 @@ def load_record(folder: str | Path) -> TrainingRecord:
 
 
 def _empty_model(config: AdderConfig, folder: Path) -> HookedAdder:
-    """A model of this shape, its size bounded before anything is allocated."""
+    require_loadable(config, str(folder / "config.json"))
+    return HookedAdder(config)
+
+
+def require_loadable(config: AdderConfig, where: str) -> None:
+    """Refuse a configuration of more weights than are loaded, before anything is allocated.
+
+    Raises:
+        CheckpointError: it asks for more; the message names ``where`` it stands.
+    """
     per_layer = 4 * config.n_heads * config.d_head * config.d_model + 2 * config.d_model * config.d_mlp
     size = config.n_layers * per_layer + 2 * Vocabulary(config.task).size * config.d_model
     if size > _MOST_WEIGHTS:
         raise CheckpointError(
-            f"{folder / 'config.json'}: asks for {size:.1e} weights, more than the {_MOST_WEIGHTS:.0e} that are loaded"
+            f"{where}: asks for {size:.1e} weights, more than the {_MOST_WEIGHTS:.0e} that are loaded"
         )
-    return HookedAdder(config)
 
 
 def _read_json(path: Path) -> Any:
     try:
+        _require_file(path)
         if path.stat().st_size > _LARGEST_JSON:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes, more than the {_LARGEST_JSON} that are read")
         return json.loads(path.read_text(encoding="utf-8"))
@@ -154,6 +197,12 @@ def _read_json(path: Path) -> Any:
         raise CheckpointError(f"{path}: not readable JSON ({_reason(error)}); restore the file") from error
 
 
+def _require_file(path: Path) -> None:
+    """A device or a pipe has no end, and one that a name leads to is not read."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: not a regular file; restore the file")
+
+
 def _validated(kind: type[T], found: Any, path: Path) -> T:
     try:
         return kind.model_validate(found)
@@ -166,7 +215,7 @@ def first_problem(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ascii(".".join(str(part) for part in first["loc"]))[1:-1][:80]
     got = "" if isinstance(first["input"], dict | list) else f", got {str(first['input'])[:60]!a}"
-    return " ".join(f"{where + ': ' if where else ''}{first['msg']}{got}".split())
+    return " ".join(f"{where + ': ' if where else ''}{first['msg'].removeprefix('Value error, ')}{got}".split())
 
 
 def _reason(error: BaseException) -> str:

@@ -36,3 +36,9 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """:func:`write_atomically` for bytes."""
     write_atomically(path, lambda aside: aside.write_bytes(content))
+
+
+def remove_asides(folder: Path) -> None:
+    """Remove what :func:`write_atomically` leaves where it is killed. Only for who works in the folder alone."""
+    for aside in folder.glob(".*.*.????????"):
+        aside.unlink(missing_ok=True)

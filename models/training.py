@@ -7,7 +7,6 @@ sink pressure. What else a step depends on (weights, optimizer moments, step, cu
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import platform
@@ -23,13 +22,20 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from models.addition import Batch, Problem, decimal_string, generator
-from models.checkpoint import CheckpointError, CurvePoint, TrainingRecord, load_record, save_checkpoint
-from models.files import write_atomically
+from models.checkpoint import (
+    CheckpointError,
+    CurvePoint,
+    TrainingRecord,
+    digest_of,
+    load_record,
+    require_loadable,
+    save_checkpoint,
+    save_tensors,
+)
 from models.recipes import Recipe
 from models.transformer import HookedAdder
 
@@ -57,7 +63,8 @@ class Trainer:
         progress: called after every step with the step, the loss and the latest in-distribution accuracy.
 
     Raises:
-        CheckpointError: the folder holds another run, or a resume file that does not fit.
+        CheckpointError: the folder holds another run, or a resume file that does not fit; or the recipe asks for a
+            model that is too large to be loaded.
     """
 
     def __init__(
@@ -70,6 +77,7 @@ class Trainer:
     ):
         self.recipe, self.seed, self.folder, self.progress = recipe, seed, folder, progress
         self.precision = fast_precision() if recipe.precision == "auto" else recipe.precision
+        require_loadable(recipe.model, f"recipe {recipe.name!r}")
         self.model = HookedAdder(recipe.model, seed=seed)
         self.optimizer = _optimizer(self.model, recipe)
         self.step = 0
@@ -99,6 +107,7 @@ class Trainer:
     def run(self) -> Path:
         """Train to the end (or return at once if that is done) and write the checkpoint. Returns its folder."""
         if self.step == self.recipe.steps:
+            self._resume_file.unlink(missing_ok=True)  # of a run that was killed just when it was done
             return self.folder
         self.folder.mkdir(parents=True, exist_ok=True)
         began, saved = time.monotonic() - self.seconds, time.monotonic()
@@ -178,12 +187,8 @@ class Trainer:
 
     def in_distribution_accuracy(self) -> float:
         """Share of problems, drawn as training draws them but never trained on, whose every decision is right."""
-        task = self.model.task
         self._round_counters(True)
-        batch = task.encode(task.training_problems(self.seed, 0, PROBE_PROBLEMS, stream="probe"))
-        with torch.no_grad(), self.model.evaluating():
-            right = self.model(batch.tokens, batch.mask).argmax(-1) == batch.targets
-        return (right | ~batch.decisions).all(1).float().mean().item()
+        return in_distribution_accuracy(self.model, self.seed)
 
     # The resume file
 
@@ -198,9 +203,9 @@ class Trainer:
             "seconds": str(self.seconds),
             "precision": self.precision,
             "curve": json.dumps([point.model_dump() for point in self.curve]),
-            "digest": _digest(tensors),
+            "digest": digest_of(tensors),
         }
-        write_atomically(self._resume_file, lambda aside: save_file(tensors, aside, metadata=about))
+        save_tensors(self._resume_file, tensors, about)
 
     def _restore(self) -> None:
         path = self._resume_file
@@ -214,7 +219,7 @@ class Trainer:
                     f"{self.folder} holds an unfinished {found[0].name}, {found[0].steps} steps, seed {found[1]}, "
                     f"{found[2]}; go on with the same, or choose another --out"
                 )
-            if about["digest"] != _digest(tensors):
+            if about["digest"] != digest_of(tensors):
                 raise ValueError("its contents do not match their digest")
             model, optimizer = ({k: v for k, v in tensors.items() if k.startswith(part)} for part in ("model", "optim"))
             self.model.load_state_dict({k.removeprefix("model."): v for k, v in model.items()})
@@ -252,19 +257,21 @@ class Trainer:
             precision=self.precision,
             threads=torch.get_num_threads(),
             seconds=round(self.seconds, 1),
-            versions={"python": platform.python_version(), "torch": torch.__version__, "leaksum": _version()},
+            versions={"python": platform.python_version(), "torch": torch.__version__, "leaksum": source_version()},
             commit=self.commit,
             curve=tuple(self.curve),
         )
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 over names and bytes: a resume file with a flipped bit would train on from another model."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].detach().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+def in_distribution_accuracy(model: HookedAdder, seed: int) -> float:
+    """Share of :data:`PROBE_PROBLEMS` problems, drawn as training with this seed draws them but never trained on, whose
+    every decision is right.
+    """
+    task = model.task
+    batch = task.encode(task.training_problems(seed, 0, PROBE_PROBLEMS, stream="probe"))
+    with torch.no_grad(), model.evaluating():
+        right = model(batch.tokens, batch.mask).argmax(-1) == batch.targets
+    return (right | ~batch.decisions).all(1).float().mean().item()
 
 
 class _Rates:
@@ -325,7 +332,7 @@ def _tokens_needed(problem: Problem) -> int:
     return sum(len(decimal_string(n)) for n in (*problem, sum(problem)))
 
 
-def _version() -> str:
+def source_version() -> str:
     try:
         return version("leaksum")
     except PackageNotFoundError:

@@ -109,7 +109,7 @@ def test_saving_the_same_model_writes_the_same_bytes(adder, record, originals, f
 
 
 def test_a_failed_save_leaves_the_old_files(adder, record, originals, folder, monkeypatch):
-    def full(weights, path):
+    def full(weights, path, metadata):
         Path(path).write_bytes(b"part")
         raise OSError(28, "No space left on device")
 
@@ -159,6 +159,26 @@ def test_flipped_header_bits_are_refused(originals, folder):
         spoiled[at] ^= 1 << int(rng.integers(8))
         (folder / "model.safetensors").write_bytes(spoiled)
         refused(folder, "model.safetensors")
+
+
+def test_a_flipped_bit_in_any_weight_is_refused(originals, folder):
+    whole = originals["model.safetensors"]
+    header = 8 + struct.unpack("<Q", whole[:8])[0]
+    rng = np.random.default_rng(1)
+    for at in rng.choice(np.arange(header, len(whole)), size=40, replace=False).tolist():
+        spoiled = bytearray(whole)
+        spoiled[at] ^= 1 << int(rng.integers(8))
+        (folder / "model.safetensors").write_bytes(spoiled)
+        refused(folder, "model.safetensors", "restore the file")
+
+
+def test_weights_without_a_digest_are_not_refused(folder, adder):
+    edit_weights(folder, lambda weights: None)  # which saves no metadata, as other programs do
+    assert torch.equal(load_checkpoint(folder)("98+7"), adder("98+7"))
+    weights = load_file(folder / "model.safetensors")
+    for about in ({"digest": "0" * 64}, {"digesu": "0" * 64}):
+        save_file(weights, folder / "model.safetensors", metadata=about)
+        refused(folder, "model.safetensors", "do not match their digest")
 
 
 def test_foreign_weights_are_refused(folder, originals):
