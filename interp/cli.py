@@ -57,6 +57,7 @@ ProblemsFrom = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Take the problems from a file, one 'a + b' a line.")
 ]
 MOST_SEED = 2**63 - 1
+SHOWN_EFFECT = 0.05  # recovered fraction from which a patch is shown to people; JSON has all
 Seed = Annotated[int, typer.Option(help="Seed of the problems.", min=0, max=MOST_SEED)]
 Threads = Annotated[int | None, typer.Option(help="CPU threads (default: torch's own choice).", min=1)]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
@@ -450,6 +451,79 @@ def diagnose(
 
 
 @app.command()
+def patch(
+    checkpoint: Checkpoint,
+    pairs: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND",
+            help="What differs between the two runs: chunk (the first number's chunk), carry (into the column), length "
+            "(far columns).",
+        ),
+    ] = "chunk",
+    failing: Annotated[
+        bool, typer.Option("--failing", help="Of length pairs, only decisions that are wrong in the long problem.")
+    ] = False,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="Instead: zero, mean and resample ablation of every head.")
+    ] = False,
+    other: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="CKPT", help="Instead: where a passing seed's heads look, in this one's."),
+    ] = None,
+    digits: Digits = "10",
+    problems: Annotated[int, typer.Option(help="Pairs, or problems.")] = 16,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """What carries the answer: states of one run put into another, by layer, head, role and lookup."""
+    from models.config import InputError
+
+    (length,) = _lengths(digits, one=True)
+    if ablate and other:
+        raise InputError("--ablate and --from are two analyses, got both; leave one out")
+    if failing and (ablate or other):
+        raise InputError("--failing is about length pairs; leave it out, or leave out --ablate and --from")
+    _use_threads(threads)
+    model = _load(checkpoint)
+    payload: dict[str, Any] = {"checkpoint": str(checkpoint), "digits": length}
+    with _status() as tell:
+        if ablate:
+            from interp.ablation import ablate_heads
+
+            payload |= ablate_heads(model, length, problems, seed=seed, tell=tell).to_json()
+        elif other:
+            from interp.across import patch_attention
+
+            found = patch_attention(model, _load(other), length, problems, seed=seed, tell=tell)
+            payload |= {"from": str(other), **found.to_json()}
+        else:
+            from interp.pairs import build_pairs
+            from interp.patching import patch as run_patching
+
+            drawn = build_pairs(model, pairs, length, problems, seed=seed, failing=failing, progress=tell)
+            payload |= run_patching(model, drawn, tell=tell).to_json()
+    payload["run"] = _simple_run(seed)
+
+    def show(console: Console) -> None:
+        if ablate or other:
+            console.print(f"{payload['wrong']} of {payload['decisions']} decisions wrong as it is")
+            _table(console, payload["heads" if ablate else "swaps"])
+            return
+        console.print(
+            f"margin {payload['clean_margin']:.2f} in the clean runs, {payload['corrupt_margin']:.2f} in the corrupt; "
+            "patches that recover at least 0.05 of the difference, or lose as much:"
+        )
+        rows = [row for row in payload["patches"] if abs(row["recovered"]) >= SHOWN_EFFECT]
+        for row in rows:
+            row["head"] = "-" if row["head"] is None else f"{row['layer']}.{row['head']}"
+        _table(console, rows or [{"sweep": "none"}])
+
+    _emit(payload, as_json, show)
+
+
+@app.command()
 def reproduce(
     ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="Claims, as C5 (default: all).")] = None,
     fixtures: Annotated[Path, typer.Option(help="Folder of the shipped checkpoints.")] = Path("fixtures"),
@@ -548,6 +622,13 @@ def _use_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
+
+
+def _simple_run(seed: int) -> dict[str, Any]:
+    """What a number may depend on, of analyses that run in one batch."""
+    import torch
+
+    return {"seed": seed, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 # Output
