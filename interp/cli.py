@@ -57,6 +57,7 @@ ProblemsFrom = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Take the problems from a file, one 'a + b' a line.")
 ]
 MOST_SEED = 2**63 - 1
+PROBE_COLUMNS = ("label", "site", "layer", "short", "control", "selectivity", "long", "refit", "at_wrong")
 SHOWN_EFFECT = 0.05  # recovered fraction from which a patch is shown to people; JSON has all
 Seed = Annotated[int, typer.Option(help="Seed of the problems.", min=0, max=MOST_SEED)]
 Threads = Annotated[int | None, typer.Option(help="CPU threads (default: torch's own choice).", min=1)]
@@ -519,6 +520,32 @@ def patch(
         for row in rows:
             row["head"] = "-" if row["head"] is None else f"{row['layer']}.{row['head']}"
         _table(console, rows or [{"sweep": "none"}])
+
+    _emit(payload, as_json, show)
+
+
+@app.command()
+def probe(
+    checkpoint: Checkpoint,
+    digits: Digits = "100",
+    problems: Problems = 20,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """What the residual stream says by linear probes trained at training length, there and at length."""
+    (length,) = _lengths(digits, one=True)
+    _use_threads(threads)
+    from interp.probes import probe as run_probes
+
+    model = _load(checkpoint)
+    with _status() as tell:
+        found = run_probes(model, length, problems, seed=seed, tell=tell)
+    payload = {"checkpoint": str(checkpoint), **found.to_json(), "run": _simple_run(seed)}
+
+    def show(console: Console) -> None:
+        console.print(f"balanced accuracy; {found.wrong} of {found.decisions} decisions wrong at {length} digits")
+        _table(console, [{k: row[k] for k in PROBE_COLUMNS} for row in payload["probes"]])
 
     _emit(payload, as_json, show)
 
