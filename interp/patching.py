@@ -170,15 +170,20 @@ def patch(model: HookedAdder, pairs: Pairs, *, tell: Tell = lambda what: None) -
     """
     with torch.no_grad(), model.evaluating():
         runs = Runs(model, pairs)
-        apart = float((runs.clean_margin - runs.corrupt_margin).mean())
-        if not apart >= LEAST_MARGIN:
-            raise PairError(
-                f"the clean runs' margin exceeds the corrupt runs' by {apart:.3g} logits in the mean, and at least "
-                f"{LEAST_MARGIN} is needed to speak of its recovery; take another kind of pairs, or length pairs of "
-                "failing decisions"
-            )
+        check_margin(runs)
         found = {sweep: runs.sweep(sweep, tell) for sweep in SWEEPS}
     return Patching(pairs.kind, pairs.digits, pairs.seed, runs.clean_margin, runs.corrupt_margin, **found)
+
+
+def check_margin(runs: Runs) -> None:
+    """Raises PairError if the two runs' margins differ by less than :data:`LEAST_MARGIN`."""
+    apart = float((runs.clean_margin - runs.corrupt_margin).mean())
+    if not apart >= LEAST_MARGIN:
+        raise PairError(
+            f"the clean runs' margin exceeds the corrupt runs' by {apart:.3g} logits in the mean, and at least "
+            f"{LEAST_MARGIN} is needed to speak of its recovery; take another kind of pairs, or length pairs of "
+            "failing decisions"
+        )
 
 
 class Runs:
@@ -186,7 +191,8 @@ class Runs:
 
     def __init__(self, model: HookedAdder, pairs: Pairs):
         self.model, self.pairs = model, pairs
-        names = ("hook_resid_pre", "hook_mlp_out", "attn.hook_z", "attn.hook_v", "attn.hook_pattern")
+        residual = ("hook_resid_pre", "hook_resid_mid", "hook_resid_post")
+        names = (*residual, "hook_mlp_out", "attn.hook_z", "attn.hook_v", "attn.hook_pattern")
 
         def wanted(name: str) -> bool:
             return name.endswith(names)
