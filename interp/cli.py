@@ -599,6 +599,39 @@ def circuit(
 
 
 @app.command()
+def displacement(
+    checkpoint: Checkpoint,
+    digits: Digits = "100",
+    problems: Problems = 50,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Does the crowd displace the sink, and is that read as a digit? By patching, by outputs, by a probe."""
+    (length,) = _lengths(digits, one=True)
+    _use_threads(threads)
+    from interp.displacement import displacement as ask
+
+    model = _load(checkpoint)
+    with _status() as tell:
+        found = ask(model, length, problems, seed=seed, tell=tell)
+    payload = {"checkpoint": str(checkpoint), **found.to_json(), "run": _simple_run(seed)}
+
+    def show(console: Console) -> None:
+        console.print(
+            f"{found.wrong} of {found.decisions} decisions wrong; the sink is {'' if found.displaced else 'not '}displaced;"
+            f" the claim is {'' if found.supported else 'not '}supported by all three routes",
+            style="bold",
+        )
+        _table(console, [{**row, "head": "{}.{}".format(*row["head"])} for row in payload["resting"]])
+        console.print()
+        rows: Any = found.to_frame().to_dict("records")
+        _table(console, [{**row, "supports": "yes" if row["supports"] else "no"} for row in rows])
+
+    _emit(payload, as_json, show)
+
+
+@app.command()
 def reproduce(
     ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="Claims, as C5 (default: all).")] = None,
     fixtures: Annotated[Path, typer.Option(help="Folder of the shipped checkpoints.")] = Path("fixtures"),
