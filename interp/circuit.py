@@ -7,8 +7,8 @@ added to the residual stream that the receiver's query, key, value or MLP is com
 the receiver's output at its role is put into the corrupt run, all after it runs as usual, and the recovered fraction of
 the margin is the edge's effect. Nothing is frozen or linearised: the edge is exact, norms included.
 
-TransformerLens's ``get_act_patch_direct_path`` does the same through forks of a block's input, which this model has not,
-else; and without roles.
+TransformerLens's ``get_act_patch_direct_path`` does the same through forks of a block's input, which this model has
+not, and without roles.
 
 **faithfulness** is the share of the margin that the clean run keeps when all heads and MLPs that are no node have the
 corrupt run's outputs.

@@ -619,8 +619,8 @@ def displacement(
 
     def show(console: Console) -> None:
         console.print(
-            f"{found.wrong} of {found.decisions} decisions wrong; the sink is {'' if found.displaced else 'not '}displaced;"
-            f" the claim is {'' if found.supported else 'not '}supported by all three routes",
+            f"{found.wrong} of {found.decisions} decisions wrong; the sink is {'' if found.displaced else 'not '}"
+            f"displaced; the claim is {'' if found.supported else 'not '}supported by all three routes",
             style="bold",
         )
         _table(console, [{**row, "head": "{}.{}".format(*row["head"])} for row in payload["resting"]])
