@@ -60,6 +60,7 @@ def test_at_training_length_there_is_nothing_to_put_back():
     np.testing.assert_allclose(patched.margin, score(model, problems).margin, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_diluting_seed_displaces_its_sink_and_fails_elsewhere():
     """What the outputs and the probe say of nothing to find is true, and is not what makes decisions wrong."""
     found = displacement(load_checkpoint(FIXTURES / "1digit-rotary2d-seed0"), 100, 8)
@@ -86,6 +87,7 @@ def test_what_cannot_be_asked_is_refused(make_adder, capsys):
     assert "take more digits" in err or "rest there" in err
 
 
+@pytest.mark.slow
 def test_the_command(capsys):
     failing = str(FIXTURES / "1digit-rotary2d-seed2")
     printed = []
