@@ -57,6 +57,8 @@ ProblemsFrom = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Take the problems from a file, one 'a + b' a line.")
 ]
 MOST_SEED = 2**63 - 1
+PROBE_COLUMNS = ("label", "site", "layer", "short", "control", "selectivity", "long", "refit", "at_wrong")
+SHOWN_EFFECT = 0.05  # recovered fraction from which a patch is shown to people; JSON has all
 Seed = Annotated[int, typer.Option(help="Seed of the problems.", min=0, max=MOST_SEED)]
 Threads = Annotated[int | None, typer.Option(help="CPU threads (default: torch's own choice).", min=1)]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
@@ -497,6 +499,186 @@ def plot(
 
 
 @app.command()
+def patch(
+    checkpoint: Checkpoint,
+    pairs: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND",
+            help="What differs between the two runs: chunk (the first number's chunk), carry (into the column), length "
+            "(far columns).",
+        ),
+    ] = "chunk",
+    failing: Annotated[
+        bool, typer.Option("--failing", help="Of length pairs, only decisions that are wrong in the long problem.")
+    ] = False,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="Instead: zero, mean and resample ablation of every head.")
+    ] = False,
+    other: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="CKPT", help="Instead: where a passing seed's heads look, in this one's."),
+    ] = None,
+    digits: Digits = "10",
+    problems: Annotated[int, typer.Option(help="Pairs, or problems.")] = 16,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """What carries the answer: states of one run put into another, by layer, head, role and lookup."""
+    from models.config import InputError
+
+    (length,) = _lengths(digits, one=True)
+    if ablate and other:
+        raise InputError("--ablate and --from are two analyses, got both; leave one out")
+    if failing and (ablate or other):
+        raise InputError("--failing is about length pairs; leave it out, or leave out --ablate and --from")
+    _use_threads(threads)
+    model = _load(checkpoint)
+    payload: dict[str, Any] = {"checkpoint": str(checkpoint), "digits": length}
+    with _status() as tell:
+        if ablate:
+            from interp.ablation import ablate_heads
+
+            payload |= ablate_heads(model, length, problems, seed=seed, tell=tell).to_json()
+        elif other:
+            from interp.across import patch_attention
+
+            found = patch_attention(model, _load(other), length, problems, seed=seed, tell=tell)
+            payload |= {"from": str(other), **found.to_json()}
+        else:
+            from interp.pairs import build_pairs
+            from interp.patching import patch as run_patching
+
+            drawn = build_pairs(model, pairs, length, problems, seed=seed, failing=failing, progress=tell)
+            payload |= run_patching(model, drawn, tell=tell).to_json()
+    payload["run"] = _simple_run(seed)
+
+    def show(console: Console) -> None:
+        if ablate or other:
+            console.print(f"{payload['wrong']} of {payload['decisions']} decisions wrong as it is")
+            _table(console, payload["heads" if ablate else "swaps"])
+            return
+        console.print(
+            f"margin {payload['clean_margin']:.2f} in the clean runs, {payload['corrupt_margin']:.2f} in the corrupt; "
+            "patches that recover at least 0.05 of the difference, or lose as much:"
+        )
+        rows = [row for row in payload["patches"] if abs(row["recovered"]) >= SHOWN_EFFECT]
+        for row in rows:
+            row["head"] = "-" if row["head"] is None else f"{row['layer']}.{row['head']}"
+        _table(console, rows or [{"sweep": "none"}])
+
+    _emit(payload, as_json, show)
+
+
+@app.command()
+def probe(
+    checkpoint: Checkpoint,
+    digits: Digits = "100",
+    problems: Problems = 20,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """What the residual stream says by linear probes trained at training length, there and at length."""
+    (length,) = _lengths(digits, one=True)
+    _use_threads(threads)
+    from interp.probes import probe as run_probes
+
+    model = _load(checkpoint)
+    with _status() as tell:
+        found = run_probes(model, length, problems, seed=seed, tell=tell)
+    payload = {"checkpoint": str(checkpoint), **found.to_json(), "run": _simple_run(seed)}
+
+    def show(console: Console) -> None:
+        console.print(f"balanced accuracy; {found.wrong} of {found.decisions} decisions wrong at {length} digits")
+        _table(console, [{k: row[k] for k in PROBE_COLUMNS} for row in payload["probes"]])
+
+    _emit(payload, as_json, show)
+
+
+@app.command()
+def circuit(
+    checkpoints: Annotated[list[Path], typer.Argument(metavar="CKPT...", help="Checkpoints.", show_default=False)],
+    pairs: Annotated[str, typer.Option(metavar="KIND", help="chunk, carry, or both.")] = "both",
+    digits: Digits = "10",
+    problems: Annotated[int, typer.Option(help="Pairs of each kind.")] = 12,
+    figure: Annotated[
+        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Draw all in one HTML figure.")
+    ] = None,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """The path from the operands to the answer, edge by edge, by path patching."""
+    (length,) = _lengths(digits, one=True)
+    _use_threads(threads)
+    from interp.circuit import circuit_figure, find_circuit
+    from interp.pairs import build_pairs
+
+    found: dict[tuple[Path, str], Any] = {}
+    with _status() as tell:
+        for checkpoint in checkpoints:
+            model = _load(checkpoint)
+            for kind in ("chunk", "carry") if pairs == "both" else (pairs,):
+                drawn = build_pairs(model, kind, length, problems, seed=seed, progress=tell)
+                found[checkpoint, kind] = find_circuit(model, drawn, tell=tell)
+    if figure:
+        from models.files import write_text
+
+        named = {f"{path.name}, {kind}": each for (path, kind), each in found.items()}
+        write_text(figure, circuit_figure(named).to_html(include_plotlyjs=True, div_id="circuits"))
+    rows = [{"checkpoint": str(path), **each.to_json()} for (path, _), each in found.items()]
+
+    def show(console: Console) -> None:
+        for row in rows:
+            console.print(
+                f"{row['checkpoint']}, {row['pairs']} pairs of {length} digits; the nodes alone keep "
+                f"{row['faithfulness']:.2f} of the margin",
+                style="bold",
+                markup=False,
+            )
+            for kept in (row["nodes"], row["edges"]):
+                _table(console, kept or [{"nothing": "above the bar"}])
+                console.print()
+
+    _emit({"circuits": rows, "run": _simple_run(seed)}, as_json, show)
+
+
+@app.command()
+def displacement(
+    checkpoint: Checkpoint,
+    digits: Digits = "100",
+    problems: Problems = 50,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Does the crowd displace the sink, and is that read as a digit? By patching, by outputs, by a probe."""
+    (length,) = _lengths(digits, one=True)
+    _use_threads(threads)
+    from interp.displacement import displacement as ask
+
+    model = _load(checkpoint)
+    with _status() as tell:
+        found = ask(model, length, problems, seed=seed, tell=tell)
+    payload = {"checkpoint": str(checkpoint), **found.to_json(), "run": _simple_run(seed)}
+
+    def show(console: Console) -> None:
+        console.print(
+            f"{found.wrong} of {found.decisions} decisions wrong; the sink is {'' if found.displaced else 'not '}"
+            f"displaced; the claim is {'' if found.supported else 'not '}supported by all three routes",
+            style="bold",
+        )
+        _table(console, [{**row, "head": "{}.{}".format(*row["head"])} for row in payload["resting"]])
+        console.print()
+        rows: Any = found.to_frame().to_dict("records")
+        _table(console, [{**row, "supports": "yes" if row["supports"] else "no"} for row in rows])
+
+    _emit(payload, as_json, show)
+
+
+@app.command()
 def reproduce(
     ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="Claims, as C5 (default: all).")] = None,
     fixtures: Annotated[Path, typer.Option(help="Folder of the shipped checkpoints.")] = Path("fixtures"),
@@ -647,6 +829,13 @@ def _use_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
+
+
+def _simple_run(seed: int) -> dict[str, Any]:
+    """What a number may depend on, of analyses that run in one batch."""
+    import torch
+
+    return {"seed": seed, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 # Output
