@@ -191,7 +191,7 @@ class Ablations:
         """The share of decisions wrong without each head, by method; a line at what is wrong with all heads."""
         import plotly.graph_objects as go
 
-        from interp.report import BLUE, GREEN, GREY, LIGHT, VERMILLION
+        from interp.plots import BLUE, GREEN, GREY, LIGHT, VERMILLION
 
         _, layers, heads = self.wrong.shape
         named = [f"{layer}.{head}" for layer, head in np.ndindex(layers, heads)]

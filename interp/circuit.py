@@ -306,7 +306,7 @@ def circuit_figure(circuits: Mapping[str, Circuit]) -> go.Figure:
     """
     from plotly.subplots import make_subplots
 
-    from interp.report import BLUE, GREY, LIGHT, VERMILLION
+    from interp.plots import BLUE, GREY, LIGHT, VERMILLION
 
     figure = make_subplots(rows=1, cols=len(circuits), subplot_titles=list(circuits), shared_yaxes=True)
     for col, circuit in enumerate(circuits.values(), start=1):

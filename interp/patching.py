@@ -122,7 +122,7 @@ class Patching:
         import plotly.graph_objects as go
         from plotly.subplots import make_subplots
 
-        from interp.report import BLUE, LIGHT, VERMILLION
+        from interp.plots import BLUE, LIGHT, VERMILLION
 
         layers, heads = self.head.shape[:2]
         named = [f"{layer}.{head}" for layer in range(layers) for head in range(heads)]

@@ -115,7 +115,7 @@ class Probes:
         """Balanced accuracy by layer, a panel a task: short, control, long, refit."""
         from plotly.subplots import make_subplots
 
-        from interp.report import BLUE, GREEN, GREY, LIGHT, VERMILLION
+        from interp.plots import BLUE, GREEN, GREY, LIGHT, VERMILLION
 
         titles = [f"{label.replace('_', ' ')}, {site}" for label, site in TASKS]
         figure = make_subplots(rows=2, cols=3, subplot_titles=titles, shared_yaxes=True)
