@@ -5,7 +5,8 @@ CKPT ?= fixtures/1digit-rotary2d-seed0
 DIGITS ?= 100
 BIN := $(VENV)/bin
 
-.PHONY: diagnose test lint bench faults readme clean
+
+.PHONY: diagnose docs test lint bench faults readme clean
 .DELETE_ON_ERROR:
 
 diagnose: $(VENV)/.ready
@@ -26,6 +27,9 @@ bench: $(VENV)/.ready
 
 faults: $(VENV)/.ready
 	$(BIN)/python tests/faults.py
+
+docs: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
 
 readme: $(VENV)/.ready
 	$(BIN)/python tests/readme.py

@@ -1,0 +1,45 @@
+"""The notebooks run from top to bottom, and what is shipped shows what they print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+TITLES = [path.stem for path in NOTEBOOKS]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=TITLES)
+def test_what_is_shipped_was_run_in_order(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    kinds = [output.output_type for cell in code for output in cell.outputs]
+    assert "error" not in kinds
+    assert not [output for cell in code for output in cell.outputs if output.get("name") == "stderr"]
+    assert path.stat().st_size < 2e6
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    for part in ("You will be able to", "Predict", "## Exercises", "<summary>Answers</summary>"):
+        assert part in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=TITLES)
+def test_it_runs(path, monkeypatch):
+    """Texts and tables come out as they stand in the file; figures are compared by their number."""
+    monkeypatch.setenv("PLOTLY_RENDERER", "plotly_mimetype")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    shipped = nbformat.read(path, as_version=4)
+    fresh = nbformat.read(path, as_version=4)
+    NotebookClient(fresh, timeout=600, kernel_name="python3", resources={"metadata": {"path": path.parent}}).execute()
+    for before, now in zip(shipped.cells, fresh.cells, strict=True):
+        if before.cell_type == "code":
+            assert len(now.outputs) == len(before.outputs)
+            figures = [
+                sum("plotly" in kind for out in cell.outputs for kind in out.get("data", {})) for cell in (before, now)
+            ]
+            assert figures[0] == figures[1]
