@@ -616,7 +616,9 @@ class _Pool:
 
     def _alone(self, task: _Task) -> None:
         """In a worker of its own, so that what dies is known."""
-        broken = self._parallel([replace(task, wait=True)], 2 if self.jobs != 1 else 1)
+        # one job alone would be run in this process, two at once on a cluster with one processor left are refused
+        jobs = 2 if self.backend == "loky" and self.jobs != 1 else self.jobs
+        broken = self._parallel([replace(task, wait=True)], jobs)
         if broken is not None and not _settled(task):
             with FileLock(f"{task.at}.lock"):
                 _record_failure(task, f"two workers died of it ({_why(broken)}): killed, or out of memory")

@@ -533,19 +533,34 @@ def test_two_sweeps_share_a_folder(tmp_path):
 # Clusters, as the extras bring them
 
 
+def ray_cluster(attempts=3):
+    """A head and two workers of one processor each. Ray gives its agents 30 s to start; a busy machine takes longer."""
+    from ray.cluster_utils import Cluster
+
+    memory = {"object_store_memory": 80 * 2**20}
+    for attempt in range(attempts):
+        cluster = None
+        try:
+            cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **memory})
+            return cluster, [cluster.add_node(num_cpus=1, **memory) for _ in range(2)]
+        except Exception:  # Ray raises just that
+            if cluster is not None:
+                cluster.shutdown()
+            if attempt == attempts - 1:
+                raise
+    raise AssertionError
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_ray_cluster_of_two_workers_one_killed_in_the_middle(uninterrupted, tmp_path, monkeypatch):
     pytest.importorskip("ray", reason="the extra `ray`, which `dev` has, is not installed")
-    from ray.cluster_utils import Cluster
-
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    for name, value in (environment | {"RAY_raylet_start_wait_time_s": "240"}).items():  # a busy machine takes its time
+    patience = {"RAY_raylet_start_wait_time_s": "240", "RAY_agent_register_timeout_ms": "240000"}  # of a busy machine
+    for name, value in (environment | patience).items():
         monkeypatch.setenv(name, value)
-    memory = {"object_store_memory": 80 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **memory})
+    cluster, nodes = ray_cluster()
     try:
-        nodes = [cluster.add_node(num_cpus=1, **memory) for _ in range(2)]
 
         def kill(done: int) -> None:
             if done >= 4 and len(nodes) == 2:
