@@ -101,7 +101,8 @@ def check(model: HookedAdder, digits: int = 100) -> None:
 
 def classes_of(model: HookedAdder, batch: Batch) -> list[torch.Tensor]:
     """Self, separator, near, far, as masks ``[query, key]``."""
-    vocab, column = model.task.vocabulary, batch.column[0].clamp(min=0)  # separators stand in column 0
+    vocab, apart = model.task.vocabulary, model.config.attention.separator_column
+    column = torch.where(batch.column[0] < 0, apart, batch.column[0])
     itself = torch.eye(len(column), dtype=torch.bool)
     separator = ((batch.tokens == vocab.plus) | (batch.tokens == vocab.equals)) & ~itself
     other = torch.ones_like(itself).tril() & ~itself & ~separator
