@@ -67,7 +67,7 @@ def _template(ink: str, paper: str, grid: str, line: str, wrong: Sequence[str]) 
     return go.layout.Template(
         layout={
             "font": {"family": "system-ui, sans-serif", "size": 13, "color": ink},
-            "paper_bgcolor": "rgba(0,0,0,0)",
+            "paper_bgcolor": paper,
             "plot_bgcolor": "rgba(0,0,0,0)",
             "colorway": [line, VERMILLION, GREEN, PURPLE, ORANGE],
             "xaxis": axis,
@@ -929,7 +929,6 @@ def save(figure: go.Figure, path: Path, title: str = "leaksum") -> None:
         OSError: the file cannot be written; what was there is as it was.
     """
     check_format(path)
-    figure = go.Figure(figure).update_layout(paper_bgcolor="#ffffff")
     if path.suffix == ".html":
         from html import escape
 
@@ -953,6 +952,7 @@ def save(figure: go.Figure, path: Path, title: str = "leaksum") -> None:
 
 
 def _named(figure: Any, title: str) -> go.Figure:
-    """With a title of its own, above the legend."""
-    top = (figure.layout.margin.t or 48) + 36
-    return figure.update_layout(title=_title(title), margin={"t": top}, height=figure.layout.height + 36)
+    """With a title of its own, above the legend, which may take two lines."""
+    more = 36 if len({trace.name for trace in figure.data if trace.showlegend is not False}) < 4 else 56
+    top = (figure.layout.margin.t or 48) + more
+    return figure.update_layout(title=_title(title), margin={"t": top}, height=figure.layout.height + more)
