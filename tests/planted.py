@@ -1,5 +1,8 @@
 """Failures built so that the cause is known: score edits that stay on a healthy model.
 
+The healthy models, in ``healthy/``, are of an earlier recipe (sink pressure 10, decay .3), since the plants' sizes are
+measured against their sinks and scores. They were shipped before; their ``training.json`` holds the recipe.
+
 Each plant is a permanent hook on a checkpoint that adds without error at any length tested here. It reads the batch's
 rows and columns off the tokens, and touches nothing at training lengths.
 """
@@ -19,6 +22,7 @@ from models.positions import coordinates
 from models.transformer import HookedAdder
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
+HEALTHY = Path(__file__).parent / "healthy"
 TRAINED = 10  # columns
 
 
@@ -64,7 +68,7 @@ class Plant:
     seed: int = 1  # of the healthy checkpoint that it stays on
 
     def model(self) -> HookedAdder:
-        model = load_checkpoint(FIXTURES / f"1digit-rotary2d-pressure-seed{self.seed}")
+        model = load_checkpoint(HEALTHY / f"pressure10-seed{self.seed}")
         state: dict[str, Any] = {}
         vocab = model.task.vocabulary
 
