@@ -306,9 +306,11 @@ def circuit_figure(circuits: Mapping[str, Circuit]) -> go.Figure:
     """
     from plotly.subplots import make_subplots
 
-    from interp.plots import BLUE, GREY, LIGHT, VERMILLION
+    from interp.plots import BLUE, GREY, LIGHT, VERMILLION, as_text
 
-    figure = make_subplots(rows=1, cols=len(circuits), subplot_titles=list(circuits), shared_yaxes=True)
+    figure = make_subplots(
+        rows=1, cols=len(circuits), subplot_titles=[as_text(name) for name in circuits], shared_yaxes=True
+    )
     for col, circuit in enumerate(circuits.values(), start=1):
         at = _places(circuit)
         for edge in circuit.edges:

@@ -486,7 +486,7 @@ def plot(
     if absent and lookup is None:
         raise InputError("--absent says which queries of a lookup; give --lookup too")
     plots.check_format(out)
-    models = {path.name or str(path): _load(path) for path in checkpoints}
+    models = {name: _load(path) for path, name in _distinct(checkpoints).items()}
     asked = plots.Request(
         models, lengths, problems, seed, None if head is None else parse_head(head), lookup, absent, quantity
     )
@@ -604,7 +604,8 @@ def circuit(
     digits: Digits = "10",
     problems: Annotated[int, typer.Option(help="Pairs of each kind.")] = 12,
     figure: Annotated[
-        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Draw all in one HTML figure.")
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Draw all in one figure (.html, .svg, .png)."),
     ] = None,
     seed: Seed = 0,
     threads: Threads = None,
@@ -616,6 +617,11 @@ def circuit(
     from interp.circuit import circuit_figure, find_circuit
     from interp.pairs import build_pairs
 
+    names = _distinct(checkpoints)
+    if figure:
+        from interp.plots import check_format
+
+        check_format(figure)
     found: dict[tuple[Path, str], Any] = {}
     with _status() as tell:
         for checkpoint in checkpoints:
@@ -624,10 +630,10 @@ def circuit(
                 drawn = build_pairs(model, kind, length, problems, seed=seed, progress=tell)
                 found[checkpoint, kind] = find_circuit(model, drawn, tell=tell)
     if figure:
-        from models.files import write_text
+        from interp.plots import save
 
-        named = {f"{path.name}, {kind}": each for (path, kind), each in found.items()}
-        write_text(figure, circuit_figure(named).to_html(include_plotlyjs=True, div_id="circuits"))
+        named = {f"{names[path]}, {kind}": each for (path, kind), each in found.items()}
+        save(circuit_figure(named), figure, f"leaksum: circuits of {', '.join(names.values())}")
     rows = [{"checkpoint": str(path), **each.to_json()} for (path, _), each in found.items()]
 
     def show(console: Console) -> None:
@@ -807,6 +813,17 @@ def _load(checkpoint: Path) -> HookedAdder:
     from models.checkpoint import load_checkpoint
 
     return load_checkpoint(checkpoint)
+
+
+def _distinct(checkpoints: Sequence[Path]) -> dict[Path, str]:
+    """What each checkpoint is called in a figure: its folder's name, or its whole path where two have the same."""
+    from models.config import InputError
+
+    if len(set(checkpoints)) < len(checkpoints):
+        twice = next(path for path in checkpoints if list(checkpoints).count(path) > 1)
+        raise InputError(f"{twice} is given twice; give each checkpoint once")
+    names = [path.name for path in checkpoints]
+    return {path: path.name if path.name and names.count(path.name) == 1 else str(path) for path in checkpoints}
 
 
 def _problems(model: HookedAdder, digits: int, n: int, path: Path | None, seed: int) -> list[Problem]:

@@ -27,6 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from interp.decisions import score
+from interp.memory import require
 from models.addition import Batch, Problem, decimal_int, generator
 from models.config import InputError
 from models.transformer import HookedAdder
@@ -118,7 +119,7 @@ def build_pairs(
     Raises:
         PairError: no such kind; numbers cut from the left, whose columns do not add up by themselves; too few digits
             for the kind; ``failing`` of another kind, or too few failing decisions.
-        ProblemError: ``digits`` or ``n`` out of range.
+        ProblemError: ``digits`` or ``n`` out of range. MemoryLimit: too many pairs, or digits, for the free memory.
     """
     if kind not in KINDS:
         raise PairError(f"pairs are one of {', '.join(KINDS)}, got {kind[:60]!r}")
@@ -127,6 +128,9 @@ def build_pairs(
     if failing and kind != "length":
         raise PairError(f"failing decisions are chosen among length pairs, got pairs of kind {kind!r}")
     model.task.evaluation_problems(digits, n, seed)  # refuses what is out of range
+    tokens = 3 * -(-digits // model.config.task.chunk) + 3
+    scores = 2 * n * model.cfg.n_heads * tokens**2 * 4
+    require(2 * scores, f"{n} pairs of {digits} digits, every key at once,", "take fewer pairs or fewer digits")
     if kind == "length":
         return _length_pairs(model, digits, n, seed, failing, progress)
     chunks = -(-digits // model.config.task.chunk)

@@ -158,7 +158,7 @@ def reach_figure(curves: Mapping[str, Reach], trained_digits: int | None = None)
             },
             mode="lines+markers",
             marker={"size": 9, "symbol": symbols[i % len(symbols)]},
-            name=_text(name) if len(curves) > 1 else "problems exact, 95% interval",
+            name=as_text(name) if len(curves) > 1 else "problems exact, 95% interval",
             customdata=[[row["problems"], row["wrong"], row["decisions"]] for row in rows],
             hovertemplate="%{x} digits: %{y:.2f} of %{customdata[0]} problems exact<br>"
             "%{customdata[1]} of %{customdata[2]} decisions wrong<extra></extra>",
@@ -701,10 +701,10 @@ def _one_of(known: Mapping[str, Any], name: str, what: str) -> str:
 
 
 def _title(text: str) -> dict[str, Any]:
-    return {"text": _text(text), "x": 0, "xref": "paper", "xanchor": "left", "font": {"size": 15}}
+    return {"text": as_text(text), "x": 0, "xref": "paper", "xanchor": "left", "font": {"size": 15}}
 
 
-def _text(text: str) -> str:
+def as_text(text: str) -> str:
     """Text as plotly shows it: what it would read as markup is written out."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
@@ -929,6 +929,8 @@ def save(figure: go.Figure, path: Path, title: str = "leaksum") -> None:
         OSError: the file cannot be written; what was there is as it was.
     """
     check_format(path)
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} is there and no file; choose another")
     if path.suffix == ".html":
         from html import escape
 

@@ -20,6 +20,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import signal
 import threading
 import uuid
@@ -57,6 +58,7 @@ MOST_RUNS = 10_000
 MOST_ROWS = 10**6
 _LARGEST_FILE = 2**20  # bytes of a sweep file
 _LONGEST_NAME = 120
+_MOST_JOBS = 256  # at once on one machine
 _IDLE_BREAKS = 2  # times that workers may die in a row before they have begun anything
 
 COLUMNS = {
@@ -146,6 +148,35 @@ class Run:
 # The sweep file
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's core, less what a grid does not need: no aliases, no tags, no key twice, decimal numbers alone."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise yaml.constructor.ConstructorError(None, None, "anchors and aliases are not read", event.start_mark)
+        if getattr(event, "tag", None) not in (None, "!"):
+            raise yaml.constructor.ConstructorError(None, None, f"no tag is read, got {event.tag}", event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key, times in Counter(keys).items():
+            if times > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key[:60]!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _kind, _pattern, _first in (
+    ("null", r"^(?:~|null|)$", ["~", "n", ""]),
+    ("bool", r"^(?:true|false)$", list("tf")),
+    ("int", r"^[-+]?(?:0|[1-9][0-9]{0,18})$", list("-+0123456789")),
+    ("float", r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)(?:[eE][-+]?[0-9]{1,3})?$", list("-+.0123456789")),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), _first)
+
+
 def read_sweep(path: str | Path) -> Sweep:
     """The grid of a YAML file.
 
@@ -157,10 +188,16 @@ def read_sweep(path: str | Path) -> Sweep:
         SweepError: the file or a value in it cannot be used; names the value.
     """
     path = Path(path)
+    if path.suffix in (".csv", ".parquet", ".json"):
+        raise SweepError(f"{path}: the table of a sweep is written under this ending; call the file NAME.yaml")
+    if len(os.fsencode(path.stem)) > _LONGEST_NAME:
+        raise SweepError(f"{path}: the table takes the file's name, which may have {_LONGEST_NAME} bytes")
     try:
+        if path.exists() and not path.is_file():
+            raise SweepError(f"{path} is no file; give a sweep as a YAML file")
         if path.stat().st_size > _LARGEST_FILE:
             raise SweepError(f"{path}: {path.stat().st_size} bytes, more than the {_LARGEST_FILE} that are read")
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         why = " ".join(str(error).split())[:160] or type(error).__name__
         raise SweepError(f"{path}: not readable YAML ({why}); correct the file") from error
@@ -226,9 +263,14 @@ def _recipe(entry: Any) -> Recipe:
         )
     for part in ("task", "attention"):
         if part in changes:
-            changes["model"] = {part: changes.pop(part), **_object(changes.get("model", {}), "model")}
+            model = _object(changes.get("model", {}), "model")
+            if part in model:
+                raise SweepError(f"recipe {name!r} gives {part} twice, once under model; leave one out")
+            changes["model"] = {part: changes.pop(part), **model}
+    before = base.model_dump()
+    _refuse_truth(changes, before)
     try:
-        merged = _merged(base.model_dump(), changes) | {"name": name}
+        merged = _merged(before, changes) | {"name": name}
         return Recipe.model_validate(merged)
     except ValidationError as error:
         raise SweepError(f"recipe {name!r}: {first_problem(error)}") from error
@@ -240,6 +282,15 @@ def _flat(changes: dict[str, Any], under: str = "") -> Iterator[str]:
             yield from _flat(value, f"{under}{key}.")
         else:
             yield f"{under}{key}={_shown(value)[:_LONGEST_NAME]}"
+
+
+def _refuse_truth(changes: dict[str, Any], old: dict[str, Any]) -> None:
+    """Refuse true and false where a number stands."""
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(old.get(key), dict):
+            _refuse_truth(value, old[key])
+        elif isinstance(value, bool) and key in old and not isinstance(old[key], bool):
+            raise SweepError(f"{key[:60]} must be a number or a name, got {str(value).lower()}")
 
 
 def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -366,10 +417,12 @@ def _done(task: _Task) -> Results | None:
     if not (task.at / "training.json").exists():
         return None
     try:
-        load_record(task.at)
+        record = load_record(task.at)
         found = _results(task.at)
     except (OSError, CheckpointError):
         return None
+    if (record.recipe, record.seed) != (task.run.trained, task.run.seed) or not record.curve:
+        return None  # somebody changed it; training refuses the folder and says so
     return found if task.evaluation.complete(found) else None
 
 
@@ -545,6 +598,7 @@ def run_sweep(
         SweepError: an engine that is not installed, cannot be reached or loses every worker.
         OSError: the folder cannot be written.
     """
+    _check_engine(engine, address)
     folder = Path(folder).resolve()
     (folder / "runs").mkdir(parents=True, exist_ok=True)
     evaluation = _Evaluation(sweep.digits, sweep.problems, sweep.interventions, sweep.diagnose, seed)
@@ -592,7 +646,8 @@ class _Pool:
 
     def __init__(self, backend: str, jobs: int | None, done: int, progress: Callable[[int], object]):
         self.backend, self.done, self.progress = backend, done, progress
-        self.jobs = jobs if jobs is not None else (_processors() if backend == "loky" else -1)
+        most = _processors() if backend == "loky" else -1
+        self.jobs = most if jobs is None else min(jobs, _MOST_JOBS)
 
     def do(self, tasks: list[_Task]) -> None:
         """Each task once; those that others were working on are waited for at the end."""
@@ -710,18 +765,21 @@ def _share(count: int, of: int) -> dict[str, float]:
 # Engines
 
 
+def _check_engine(name: str, address: str | None) -> None:
+    if name not in ENGINES:
+        raise SweepError(f"no engine is called {name[:60]!r}; there are {', '.join(ENGINES)}")
+    if name == "processes" and address:
+        raise SweepError(f"--address {address[:60]!r} is of a cluster; add --engine ray or --engine dask")
+    if name != "processes" and not address:
+        raise SweepError(f"--engine {name} needs the --address of a cluster that runs")
+
+
 @contextmanager
 def _engine(name: str, address: str | None) -> Iterator[str]:
     """The joblib backend of an engine, connected."""
-    if name not in ENGINES:
-        raise SweepError(f"no engine is called {name[:60]!r}; there are {', '.join(ENGINES)}")
-    if name == "processes":
-        if address:
-            raise SweepError(f"--address {address[:60]!r} is of a cluster; add --engine ray or --engine dask")
+    if name == "processes" or address is None:
         yield "loky"
         return
-    if not address:
-        raise SweepError(f"--engine {name} needs the --address of a cluster that runs")
     try:
         connection = _ray(address) if name == "ray" else _dask(address)
     except ImportError as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -49,7 +49,7 @@ class TrainingRecord(Frozen):
     """``training.json``: where a checkpoint comes from. ``commit`` is the source's git revision when it is known."""
 
     recipe: Recipe
-    seed: int
+    seed: int = Field(ge=0, lt=2**63)
     step: int
     precision: str
     threads: int

@@ -43,7 +43,7 @@ class TaskConfig(Frozen):
     chunk: Literal[1, 3] = 1
     cut: Literal["right", "left"] = "right"
     min_digits: int = Field(default=1, ge=1)
-    max_digits: int = Field(default=10, ge=1)
+    max_digits: int = Field(default=10, ge=1, le=100_000)
     mix: tuple[Lengths, ...] = ()
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -212,6 +213,7 @@ def test_an_image_that_cannot_be_drawn_says_what_it_needs(model, tmp_path, monke
         (["reach", str(DILUTING), "--out", "a.pdf"], "ends in none of .html, .svg, .png"),
         (["reach", str(DILUTING), "--out", "a.html", "--digits", "x"], "whole numbers"),
         (["shares", str(DILUTING), str(COUNTING), "--out", "a.html"], "takes one checkpoint, got 2"),
+        (["reach", str(DILUTING), str(DILUTING), "--out", "a.html"], "is given twice"),
         (["shares", str(DILUTING), "--out", "a.html", "--absent"], "give --lookup too"),
         (["shares", str(DILUTING), "--out", "a.html", "--head", "1"], "head"),
         (["shares", str(DILUTING), "--out", "a.html", "--digits", "20", "--lookup", "x"], "no lookup is called 'x'"),
@@ -225,3 +227,34 @@ def test_the_command_refuses_in_one_line(arguments, says, tmp_path, monkeypatch,
     assert (stop.value.code, out, err.count("\n")) == (2, "", 1)
     assert says in err
     assert not list(tmp_path.iterdir())
+
+
+def test_checkpoints_of_one_name_are_told_apart(tmp_path):
+    other = tmp_path / DILUTING.name
+    other.symlink_to(COUNTING)
+    names = cli._distinct([DILUTING, other, COUNTING])
+    assert list(names.values()) == [str(DILUTING), str(other), COUNTING.name]
+
+
+def test_what_is_no_file_is_not_replaced(model, tmp_path):
+    os.mkfifo(tmp_path / "pipe.html")
+    with pytest.raises(InputError, match="no file"):
+        plots.save(reach(model, [5], 2).plot(), tmp_path / "pipe.html")
+    assert (tmp_path / "pipe.html").is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["circuit", str(DILUTING), "--digits", "3", "--figure", "model.safetensors"], "ends in none of .html"),
+        (["circuit", str(DILUTING), str(DILUTING), "--digits", "3"], "is given twice"),
+        (["patch", str(DILUTING), "--pairs", "chunk", "--digits", "100000", "--problems", "1"], "take fewer pairs"),
+    ],
+)
+def test_causal_commands_refuse_in_one_line(arguments, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out, err.count("\n")) == (2, "", 1)
+    assert says in err

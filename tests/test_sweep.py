@@ -90,7 +90,7 @@ diagnose: 100
     found = read_sweep(path)
     first, second, third = found.recipes
     assert first == RECIPES["1digit-rotary2d"]
-    assert second.name == ("1digit-rotary2d steps=200 attention.decay=1.0 task.max_digits=12 learning_rate=1e-3")
+    assert second.name == ("1digit-rotary2d steps=200 attention.decay=1.0 task.max_digits=12 learning_rate=0.001")
     attention = first.model.attention.model_copy(update={"decay": 1.0})
     task = first.model.task.model_copy(update={"max_digits": 12})
     changed = {"steps": 200, "learning_rate": 1e-3, "name": second.name}
@@ -164,10 +164,20 @@ BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nseeds: *c\n"
         ("recipes: [", ["not readable YAML"]),
         ("[" * 100000, ["not readable YAML"]),
         ("recipes: !!python/object/apply:os.system ['touch mark']", ["not readable YAML"]),
-        ("seeds: 2020-13-45", ["cannot be read"]),
-        ("seeds: " + "9" * 5000, ["cannot be read"]),
-        ("recipes: &a [*a]", ["a recipe is a name"]),
-        (BOMB, ["seeds"]),
+        ("seeds: 2020-13-45", ["seeds must be whole numbers", "2020-13-45"]),
+        ("seeds: " + "9" * 5000, ["seeds must be whole numbers"]),
+        ("seeds: 0x" + "F" * 5000, ["seeds must be whole numbers", "0xFF"]),
+        ("recipes: &a [*a]", ["anchors and aliases are not read"]),
+        (BOMB, ["anchors and aliases are not read"]),
+        ("problems: !!bool maybe", ["no tag is read"]),
+        ("seeds: 0\nseeds: 1", ["'seeds' is given twice"]),
+        ("digits: 1:30", ["digits must be whole numbers", "1:30"]),
+        ({"recipes": [{"base": "1digit-nope", "steps": True}]}, ["steps must be a number", "got true"]),
+        ("recipes: [{base: 1digit-nope, steps: yes}]", ["steps", "'yes'"]),
+        (
+            {"recipes": [{"base": "1digit-nope", "task": {"max_digits": 5}, "model": {"task": {"max_digits": 7}}}]},
+            ["gives task twice"],
+        ),
         (b"\xff\xfe", ["not readable YAML"]),
     ],
 )
@@ -549,6 +559,22 @@ def ray_cluster(attempts=3):
             if attempt == attempts - 1:
                 raise
     raise AssertionError
+
+
+@pytest.mark.parametrize("name", ["grid.json", "grid.csv", "g" * 121 + ".yaml"])
+def test_a_table_never_takes_the_place_of_the_sweep(leaksum, tmp_path, name):
+    path = tmp_path / name
+    path.write_text(yaml.safe_dump(GOOD))
+    code, out, err = leaksum("sweep", path, "--out", tmp_path)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert path.read_text() == yaml.safe_dump(GOOD)
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
+
+
+def test_a_pipe_is_no_sweep(leaksum, tmp_path):
+    os.mkfifo(tmp_path / "sweep.yaml")
+    code, _, err = leaksum("sweep", tmp_path / "sweep.yaml", "--out", tmp_path / "out")
+    assert (code, err.count("\n")) == (2, 1)
 
 
 @pytest.mark.slow
