@@ -293,6 +293,7 @@ def probe(
     Raises:
         ProbeError: a class that does not occur in the problems. ProblemError: ``digits`` or ``n`` out of range.
     """
+    model.task.evaluation_problems(digits, n, seed)  # refuses what is out of range by its own value
     drawn = model.task.evaluation_problems(digits, 2 * n, seed)
     many = max(10 * n, 100)
     tell("running the problems")
