@@ -32,4 +32,5 @@ def test_it_builds_without_a_warning_and_loads_nothing(tmp_path):
     assert "WARNING" not in run.stderr
     page = (tmp_path / "reference" / "measuring" / "index.html").read_text()
     assert "build_ledger" in page
+    assert not re.search(r":(attr|class|func|meth|mod):", page)
     assert not re.search(r'<(script|link|img)[^>]+(src|href)="https?://', page)
