@@ -605,6 +605,9 @@ def run_sweep(
     parent = os.getpid() if engine == "processes" else None
     token = uuid.uuid4().hex
     tasks = [_Task(run, folder, evaluation, token, parent) for run in sweep.runs]
+    for task in tasks:
+        if (task.at.exists() and not task.at.is_dir()) or Path(f"{task.at}.lock").is_dir():
+            raise SweepError(f"{task.at} or its .lock is not what a sweep leaves there; move it away")
     missing = [task for task in tasks if _done(task) is None]
     progress(len(tasks) - len(missing))
     if missing:

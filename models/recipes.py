@@ -41,8 +41,8 @@ class Recipe(Frozen):
     name: str
     about: str
     model: AdderConfig
-    steps: int = Field(ge=1)
-    batch: int = Field(ge=1)
+    steps: int = Field(ge=1, le=10**9)
+    batch: int = Field(ge=1, le=2**20)
     micro_batches: int = Field(default=2, ge=1)
     learning_rate: float = Field(default=2e-3, gt=0)
     betas: tuple[float, float] = (0.9, 0.98)

@@ -169,6 +169,7 @@ BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nseeds: *c\n"
         ("seeds: 0x" + "F" * 5000, ["seeds must be whole numbers", "0xFF"]),
         ("recipes: &a [*a]", ["anchors and aliases are not read"]),
         (BOMB, ["anchors and aliases are not read"]),
+        ({"recipes": [{"base": "1digit-nope", "batch": 10**12}]}, ["batch", "1000000000000"]),
         ("problems: !!bool maybe", ["no tag is read"]),
         ("seeds: 0\nseeds: 1", ["'seeds' is given twice"]),
         ("digits: 1:30", ["digits must be whole numbers", "1:30"]),
@@ -569,6 +570,15 @@ def test_a_table_never_takes_the_place_of_the_sweep(leaksum, tmp_path, name):
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert path.read_text() == yaml.safe_dump(GOOD)
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
+
+
+def test_a_folder_that_holds_something_else_is_named(tmp_path):
+    (run, *_) = grid().runs
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / run.name).write_text("mine")
+    with pytest.raises(SweepError, match=f"{run.name} or its .lock"):
+        run_sweep(grid(), tmp_path)
+    assert (tmp_path / "runs" / run.name).read_text() == "mine"
 
 
 def test_a_pipe_is_no_sweep(leaksum, tmp_path):
