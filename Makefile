@@ -6,7 +6,7 @@ DIGITS ?= 100
 BIN := $(VENV)/bin
 
 
-.PHONY: diagnose docs test lint bench faults readme clean
+.PHONY: diagnose cluster docs test lint bench faults readme clean
 .DELETE_ON_ERROR:
 
 diagnose: $(VENV)/.ready
@@ -27,6 +27,10 @@ bench: $(VENV)/.ready
 
 faults: $(VENV)/.ready
 	$(BIN)/python tests/faults.py
+
+cluster: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	LEAKSUM_RAY=1 $(BIN)/python -m pytest tests/test_sweep.py -k ray_cluster
 
 docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site

@@ -23,6 +23,7 @@ import os
 import re
 import signal
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +59,7 @@ MOST_RUNS = 10_000
 MOST_ROWS = 10**6
 _LARGEST_FILE = 2**20  # bytes of a sweep file
 _LONGEST_NAME = 120
+_PAUSES = (0, 20, 40)  # seconds before a run is tried alone on a cluster, again and again
 _MOST_JOBS = 256  # at once on one machine
 _IDLE_BREAKS = 2  # times that workers may die in a row before they have begun anything
 
@@ -676,7 +678,11 @@ class _Pool:
         """In a worker of its own, so that what dies is known."""
         # one job alone would be run in this process, two at once on a cluster with one processor left are refused
         jobs = 2 if self.backend == "loky" and self.jobs != 1 else self.jobs
-        broken = self._parallel([replace(task, wait=True)], jobs)
+        for pause in (0,) if self.backend == "loky" else _PAUSES:  # a cluster takes its time to see that a node is gone
+            time.sleep(pause)
+            broken = self._parallel([replace(task, wait=True)], jobs)
+            if broken is None or _settled(task):
+                break
         if broken is not None and not _settled(task):
             with FileLock(f"{task.at}.lock"):
                 _record_failure(task, f"two workers died of it ({_why(broken)}): killed, or out of memory")

@@ -588,9 +588,9 @@ def test_a_pipe_is_no_sweep(leaksum, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("LEAKSUM_RAY" not in os.environ, reason="starts a Ray cluster; `make cluster` runs it")
 @pytest.mark.filterwarnings("ignore")
 def test_a_ray_cluster_of_two_workers_one_killed_in_the_middle(uninterrupted, tmp_path, monkeypatch):
-    pytest.importorskip("ray", reason="the extra `ray`, which `dev` has, is not installed")
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     patience = {"RAY_raylet_start_wait_time_s": "240", "RAY_agent_register_timeout_ms": "240000"}  # of a busy machine
     for name, value in (environment | patience).items():
