@@ -1,4 +1,4 @@
-"""The first page is the README; docstrings name what they refer to by Sphinx roles, of which pages show the name alone."""
+"""The first page is the README; of the Sphinx roles in docstrings the pages show the name alone."""
 
 from __future__ import annotations
 
