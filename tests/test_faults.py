@@ -172,7 +172,7 @@ def test_any_invalid_recipe_exits_2(tmp_path_factory, where, value):
     folder = tmp_path_factory.mktemp("invalid")
     entry = {"base": "1digit-rotary2d", "name": "random", **{k: v for k, v in found.items() if k != "name"}}
     grid = {"recipes": [json.loads(json.dumps(entry))], "seeds": 0, "digits": 4}
-    (folder / "grid.yaml").write_text(yaml.safe_dump(grid))
+    (folder / "grid.yaml").write_text(json.dumps(grid))
     status, out, err = command("sweep", folder / "grid.yaml", "--out", folder / "out")
     assert (status, out, err.count("\n")) == (2, "", 1), err
     assert not (folder / "out").exists()

@@ -441,7 +441,7 @@ def uninterrupted(tmp_path_factory) -> Path:
 
 def started(folder: Path, *more: str) -> subprocess.Popen:
     folder.mkdir(exist_ok=True)
-    (folder / "twelve.yaml").write_text(yaml.safe_dump(TWELVE))
+    (folder / "twelve.yaml").write_text(json.dumps(TWELVE))
     arguments = [sys.executable, "-m", "interp.cli", "sweep", str(folder / "twelve.yaml"), "--out", str(folder)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
