@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from faults import command, recipe
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
