@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -68,7 +69,7 @@ class Reference:
     def number(self) -> Int[Tensor, "site"]:
         return self.start.diff()
 
-    @property
+    @cached_property
     def mean(self) -> Float[Tensor, "layer site head d_head"]:
         """By site; 0 where the reference has no such query."""
         ranges = pairwise(self.start.tolist())

@@ -54,3 +54,8 @@ def log_slope(distance: np.ndarray, gap: np.ndarray, weight: np.ndarray | None =
     x, y, w = np.log(distance[use]), gap[use], weight[use]
     x = x - np.average(x, weights=w)
     return float((w * x * y).sum() / (w * x * x).sum())
+
+
+def median(values: np.ndarray) -> np.ndarray:
+    """Median over queries; the lower of the two middle ones, so that infinities stay infinities and never NaN."""
+    return np.quantile(values, 0.5, axis=-1, method="lower")

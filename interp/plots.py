@@ -17,6 +17,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from interp.interventions import Head
+from interp.leak import median
 from interp.ledger import Ledger, LookupLedger, build_ledger
 from interp.passes import run_problems
 from interp.profile import PARTS, Profile
@@ -107,30 +108,36 @@ def lookup_words(key: LookupKey) -> str:
     return key[0].replace("_", " ") + ("" if key[1] else " with nothing to find")
 
 
-def view_of(head: Head, trained: Ledger, longer: Ledger) -> View:
-    """The lookup, something to find or not, whose target lost the most of its mean share in this head.
+def views_of(heads: Sequence[Head], trained: Ledger, longer: Ledger) -> list[View]:
+    """Of each head the lookup, something to find or not, whose target lost the most of its mean share.
 
     Lookups of a single column, as that of a carry into column 0, come last: they have no course to show.
     """
     lost = _lost(trained, longer)
-    key = min(lost, key=lambda key: lost[key][head])
-    return View(head, key, trained.lookups[key], longer.lookups[key])
+    keys = [min(lost, key=lambda key: lost[key][head]) for head in heads]
+    return [View(head, key, trained.lookups[key], longer.lookups[key]) for head, key in zip(heads, keys, strict=True)]
+
+
+def view_of(head: Head, trained: Ledger, longer: Ledger) -> View:
+    """:func:`views_of` of one head."""
+    return views_of([head], trained, longer)[0]
 
 
 def most_lost(trained: Ledger, longer: Ledger, key: LookupKey | None = None) -> Head:
     """The head whose target lost the most of its mean share, in this lookup or in any."""
-    lost = _lost(trained, longer)
-    if key is not None:
-        lost = {key: longer.lookups[key].share.mean(-1) - trained.lookups[key].share.mean(-1)}
+    lost = _lost(trained, longer) if key is None else _changes([key], trained, longer)
     _, layer, head = min((float(x), *at) for values in lost.values() for at, x in np.ndenumerate(values))
     return int(layer), int(head)
 
 
 def _lost(trained: Ledger, longer: Ledger) -> dict[LookupKey, np.ndarray]:
-    """By lookup, how much the mean share of the target changed, ``[layer, head]``."""
     both = [key for key in longer.lookups if key in trained.lookups]
-    both = [key for key in both if np.ptp(longer.lookups[key].column)] or both
-    return {key: longer.lookups[key].share.mean(-1) - trained.lookups[key].share.mean(-1) for key in both}
+    return _changes([key for key in both if np.ptp(longer.lookups[key].column)] or both, trained, longer)
+
+
+def _changes(keys: Sequence[LookupKey], trained: Ledger, longer: Ledger) -> dict[LookupKey, np.ndarray]:
+    """By lookup, how much the mean share of the target changed, ``[layer, head]``."""
+    return {key: longer.lookups[key].share.mean(-1) - trained.lookups[key].share.mean(-1) for key in keys}
 
 
 # Figures
@@ -426,17 +433,13 @@ class Quantity:
     log: bool = False
 
 
-def _middle(values: np.ndarray) -> np.ndarray:
-    return np.quantile(values, 0.5, axis=-1, method="lower")
-
-
 QUANTITIES: dict[str, Quantity] = {
     "share": Quantity("target's share, mean", "share", lambda found: found.share.mean(-1)),
     "sink": Quantity("sink's share, mean", "share", lambda found: found.sink_share.mean(-1)),
     "far": Quantity("far keys' share, mean", "share", lambda found: found.class_shares[..., -1].mean(-1)),
-    "leak": Quantity("leak, median", "ratio to the target's mass", lambda found: _middle(found.leak), log=True),
-    "gap": Quantity("gap to the best other key, median", "nats", lambda found: _middle(found.gap)),
-    "n_eff": Quantity("N_eff, median", "keys", lambda found: _middle(found.n_eff), log=True),
+    "leak": Quantity("leak, median", "ratio to the target's mass", lambda found: median(found.leak), log=True),
+    "gap": Quantity("gap to the best other key, median", "nats", lambda found: median(found.gap)),
+    "n_eff": Quantity("N_eff, median", "keys", lambda found: median(found.n_eff), log=True),
 }
 
 

@@ -27,7 +27,7 @@ from interp.plots import (
     profile_figure,
     reach_figure,
     shares_figure,
-    view_of,
+    views_of,
 )
 from interp.profile import score_profile
 from interp.shares import Shares
@@ -183,7 +183,7 @@ def report_html(model: HookedAdder, diagnosis: Diagnosis, checkpoint: str, *, se
     """The page that :func:`write_report` writes."""
     within = model.config.task.max_digits
     digits = (min(within, diagnosis.digits), diagnosis.digits)
-    views = [view_of(head, diagnosis.trained, diagnosis.longer) for head in heads_shown(diagnosis)]
+    views = views_of(heads_shown(diagnosis), diagnosis.trained, diagnosis.longer)
     frames = [Shares(ledger).to_frame() for ledger in (diagnosis.trained, diagnosis.longer)]
     problems = min(PROFILE_PROBLEMS, diagnosis.score.problems)
     drawn = model.task.evaluation_problems(diagnosis.digits, problems, seed)
@@ -303,11 +303,12 @@ class _Page:
         """A button a head, and the panel that shows the one chosen."""
         layers, heads = next(iter(diagnosis.longer.lookups.values())).share.shape[:2]
         first = heads_shown(diagnosis)[0]
+        views = views_of(list(np.ndindex(layers, heads)), diagnosis.trained, diagnosis.longer)
         rows = []
         for layer in range(min(layers, max(1, MOST_CELLS // heads))):
             cells = []
-            for index in range(heads):
-                view = view_of((layer, index), diagnosis.trained, diagnosis.longer)
+            for view in views[layer * heads : (layer + 1) * heads]:
+                index = view.head[1]
                 then, now = (float(found.share[layer, index].mean()) for found in (view.trained, view.longer))
                 name = f"{layer}.{index}"
                 self.heads[name] = {

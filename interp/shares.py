@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from interp.interventions import Edit, Head
+from interp.leak import median
 from interp.ledger import CLASSES, Ledger, LookupLedger, build_ledger
 from interp.passes import Progress, after
 from models.addition import LOOKUPS, Problem
@@ -165,7 +166,7 @@ def _head_rows(digits: int, found: LookupLedger) -> list[dict[str, Any]]:
         "sink_score": found.sink,
         "target_score": found.target,
     }
-    values = {k: v.mean(-1) for k, v in means.items()} | {k: _median(v) for k, v in medians.items()}
+    values = {k: v.mean(-1) for k, v in means.items()} | {k: median(v) for k, v in medians.items()}
     return [
         {
             "layer": layer,
@@ -179,8 +180,3 @@ def _head_rows(digits: int, found: LookupLedger) -> list[dict[str, Any]]:
         }
         for layer, head in np.ndindex(*found.target.shape[:2])
     ]
-
-
-def _median(values: np.ndarray) -> np.ndarray:
-    """Median over queries; the lower of the two middle ones, so that infinities stay infinities and never NaN."""
-    return np.quantile(values, 0.5, axis=-1, method="lower")
