@@ -395,8 +395,6 @@ def audit(
     """Which heads of a language model lose their targets as the context grows, and from what length."""
     sizes = _lengths(lengths, what="lengths")
     _use_threads(threads)
-    import torch
-
     from interp.audit import audit as run_audit
     from interp.audit import describe
     from interp.bridge import load_language_model
@@ -406,7 +404,7 @@ def audit(
         found = run_audit(loaded, sizes, task, cases, seed=seed, progress=tell)
     for warning in dict.fromkeys(str(w.message) for w in warned if w.category is UserWarning):
         sys.stderr.write(f"leaksum: {' '.join(warning.split())}\n")
-    run = {"seed": seed, "cases": cases, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    run = {**_simple_run(seed), "cases": cases}
     payload = {**found.to_json(), "run": run}
 
     def show(console: Console) -> None:
@@ -449,9 +447,6 @@ def diagnose(
             tell("writing the report")
             write_report(report, model, found, str(checkpoint), seed=seed)
     _emit({"checkpoint": str(checkpoint), **found.to_json()}, as_json, lambda console: _print_diagnosis(console, found))
-
-
-_KINDS = "reach, mistakes, heads, shares, leak, gaps, profile, attention, counters or kernels."
 
 
 @app.command()
@@ -561,7 +556,7 @@ def patch(
             return
         console.print(
             f"margin {payload['clean_margin']:.2f} in the clean runs, {payload['corrupt_margin']:.2f} in the corrupt; "
-            "patches that recover at least 0.05 of the difference, or lose as much:"
+            f"patches that recover at least {SHOWN_EFFECT} of the difference, or lose as much:"
         )
         rows = [row for row in payload["patches"] if abs(row["recovered"]) >= SHOWN_EFFECT]
         for row in rows:
