@@ -88,7 +88,7 @@ def _far_keys(
     model: HookedAdder, tokens: int, interventions: Sequence[Edit], every_key: bool
 ) -> tuple[FarKeys, int | None]:
     """What may be done about far keys, and the distance beyond which they are left out."""
-    if _is_hooked(model):
+    if _is_hooked(model) or model.scheme.every_key:
         return "each", None
     kept = [edit.keeps_within(model) for edit in interventions]
     one_by_one = any(edit.every_key for edit, within in zip(interventions, kept, strict=True) if within is None)

@@ -170,7 +170,10 @@ def require_loadable(config: AdderConfig, where: str) -> None:
         CheckpointError: it asks for more; the message names ``where`` it stands.
     """
     per_layer = 4 * config.n_heads * config.d_head * config.d_model + 2 * config.d_model * config.d_mlp
-    size = config.n_layers * per_layer + 2 * Vocabulary(config.task).size * config.d_model
+    attention = config.attention
+    positions = {"coupling": attention.coupled_positions, "cope": config.n_layers * attention.cope_positions}
+    rows = 2 * Vocabulary(config.task).size + positions.get(attention.scheme, 0)
+    size = config.n_layers * per_layer + rows * config.d_model
     if size > _MOST_WEIGHTS:
         raise CheckpointError(
             f"{where}: asks for {size:.1e} weights, more than the {_MOST_WEIGHTS:.0e} that are loaded"

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Scheme = Literal["rotary2d", "rotary", "none", "counters"]
+Scheme = Literal["rotary2d", "rotary", "none", "counters", "alibi", "fire", "cope", "coupling"]
 
 
 class InputError(ValueError):
@@ -86,6 +86,10 @@ class AttentionConfig(Frozen):
         ``rotary2d``: rotation by row and by column (half of the head's dimensions each), the score multiplied by
         ``exp(-decay |column distance|)``. ``rotary``: rotation by token position. ``none``: no positions (NoPE).
         ``counters``: no positions; each head keeps ``n_counters`` counters of its own (:mod:`models.counters`).
+        ``alibi``: a penalty per token of distance, one slope a head. ``fire``: a learned function of the distance over
+        the query's position. ``cope``: positions that each head counts from the key to the query, with learned
+        embeddings of the first ``cope_positions`` counts. ``coupling``: digits of equal significance share one of
+        ``coupled_positions`` ids, whose learned embedding joins the token's (:mod:`models.positions`).
     ``sink``
         One learned, position-free score per head that joins the softmax and has no value (the gpt-oss convention).
     ``null_key``
@@ -111,6 +115,8 @@ class AttentionConfig(Frozen):
     sink_boost: float = 0.0
     normalizer: Literal["softmax", "sparsemax", "entmax15"] = "softmax"
     scalable: bool = False
+    cope_positions: int = Field(default=64, ge=2, le=100_000)
+    coupled_positions: int = Field(default=203, ge=3, le=200_000)
     n_counters: int = Field(default=2, ge=1, le=16)
     exact_counters: int = Field(default=0, ge=0)
     kernel_beyond: Literal["linear", "constant", "floor"] = "linear"
@@ -133,7 +139,7 @@ class AttentionConfig(Frozen):
     @property
     def unit(self) -> Literal["columns", "tokens"]:
         """The unit in which this scheme measures how far a key is."""
-        return "columns" if self.scheme in ("rotary2d", "counters") else "tokens"
+        return "columns" if self.scheme in ("rotary2d", "counters", "coupling") else "tokens"
 
 
 class AdderConfig(Frozen):
@@ -151,6 +157,12 @@ class AdderConfig(Frozen):
     def _rotatable(self) -> AdderConfig:
         if self.attention.scheme in ("rotary", "rotary2d") and self.d_head % 4:
             raise ValueError(f"d_head must be a multiple of 4 to be rotated, got {self.d_head}")
+        needed = self.task.max_columns + 2  # the sign before a sum, and its end
+        if self.attention.scheme == "coupling" and self.attention.coupled_positions < needed:
+            raise ValueError(
+                f"coupled_positions must be at least {needed} for the sums that training draws, "
+                f"got {self.attention.coupled_positions}"
+            )
         return self
 
     @property

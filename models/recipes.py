@@ -149,6 +149,30 @@ RECIPES: dict[str, Recipe] = {
             AttentionConfig(scheme="none", sink=False),
             steps=6000,
         ),
+        _one_digit(
+            "1digit-alibi",
+            "ALiBi: a fixed penalty per token of distance, one slope a head",
+            AttentionConfig(scheme="alibi", sink=False),
+            steps=4000,
+        ),
+        _one_digit(
+            "1digit-fire",
+            "FIRE: a learned function of the distance over the query's position",
+            AttentionConfig(scheme="fire", sink=False),
+            steps=3000,
+        ),
+        _one_digit(
+            "1digit-cope",
+            "CoPE: every head counts from the key to the query, and looks the count's embedding up",
+            AttentionConfig(scheme="cope", sink=False),
+            steps=3000,
+        ),
+        _one_digit(
+            "1digit-coupling",
+            "position coupling: digits of equal significance share an id, starting anywhere in training",
+            AttentionConfig(scheme="coupling", sink=False, separator_column=-1),
+            steps=3000,
+        ),
         _counters(
             "1digit-counters",
             "no positions: heads count for themselves, with gates that are sigmoids",

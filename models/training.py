@@ -1,7 +1,7 @@
 """The training loop: resumable after a kill at any moment, with the same weights to the last bit.
 
-Everything random at step ``i`` is a function of ``(seed, i)``: the problems (``models.addition``) and the boosts of
-sink pressure. What else a step depends on (weights, optimizer moments, step, curve so far) is one file,
+Everything random at step ``i`` is a function of ``(seed, i)``: the problems (``models.addition``), the boosts of
+pressures and the first position ids of position coupling. What else a step depends on (weights, optimizer moments, step, curve so far) is one file,
 ``resume.safetensors``, written aside and renamed; a run that is killed loses the steps since it was written.
 """
 
@@ -143,6 +143,7 @@ class Trainer:
         boosts = generator(self.seed, "sink pressure", step).uniform(0, recipe.sink_pressure * pressure, recipe.batch)
         boost = torch.from_numpy(boosts).float().split(size)
         keys = generator(self.seed, "key pressure", step)
+        starts = generator(self.seed, "first position id", step)
         self._round_counters(step / recipe.steps >= recipe.exact_from)
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
@@ -156,7 +157,12 @@ class Trainer:
                 torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bfloat16"),
                 self.model.hooks(hooks) if hooks else nullcontext(),
             ):
-                logits = self.model(part.tokens, part.mask, sink_boost=boost[i] if recipe.sink_pressure else None)
+                logits = self.model(
+                    part.tokens,
+                    part.mask,
+                    sink_boost=boost[i] if recipe.sink_pressure else None,
+                    first_id=self._first_ids(starts, part),
+                )
             asked = part.decisions
             loss = cross_entropy(logits[asked].float(), part.targets[asked], reduction="sum") / decisions
             total += loss.item()
@@ -174,6 +180,13 @@ class Trainer:
         if self.recipe.model.attention.scheme == "counters":
             for block in self.model.blocks:
                 block.attn.counters.exact = self.recipe.model.attention.exact_counters if exact else 0
+
+    def _first_ids(self, rng: np.random.Generator, part: Batch) -> Tensor | int:
+        """Where each sequence's position ids start: anywhere that leaves room for its sum and the end behind it."""
+        if self.recipe.model.attention.scheme != "coupling":
+            return 0
+        room = self.recipe.model.attention.coupled_positions - (part.lengths[:, 2] + 2)
+        return torch.from_numpy(rng.integers(0, room.numpy() + 1))
 
     def _key_pressure(self, rng: np.random.Generator, part: Batch, pressure: float) -> list[Any]:
         """Hooks that boost random keys, drawn anew for each layer and sequence."""
@@ -325,7 +338,7 @@ def _optimizer(model: HookedAdder, recipe: Recipe) -> torch.optim.AdamW:
 
 
 def _decays(name: str) -> bool:
-    return ".W_" in name and not name.endswith("W_E")
+    return ".W_" in name and not name.endswith(("W_E", "W_pos"))
 
 
 def _tokens_needed(problem: Problem) -> int:
