@@ -232,9 +232,9 @@ def alibi_slopes(heads: int) -> list[float]:
 class FireBias(Bias):
     """``f(psi(i - j) / psi(max(L, i)))`` with ``psi(x) = ln(c x + 1)`` (FIRE, Li et al. 2310.04418, section 3).
 
-    f is an MLP of 1 input, :data:`FIRE_WIDTH` rectified units and one output a head. c and L are learned, each layer its
-    own, and L is kept as a multiple of the most keys that training shows. Positions count from 0. Both c and L are used
-    by size, and ``1e-6`` is added to the denominator.
+    f is an MLP of 1 input, :data:`FIRE_WIDTH` rectified units and one output a head. c and L are learned by each layer,
+    L as a multiple of the most keys that training shows. Positions count from 0. Both c and L are used by size, and
+    ``1e-6`` is added to the denominator.
     """
 
     def __init__(self, config: AdderConfig):
@@ -276,8 +276,8 @@ FIRE_WIDTH = 32
 
 
 class CopeBias(Bias):
-    """``q_i . e[p_ij]``, at a position that the head counts, ``p_ij = sum_(k=j..i) sigmoid(q_i . k_k)`` (CoPE, Golovneva
-    et al. 2405.18719, section 4); q is divided by ``sqrt(d_head)`` in both products.
+    """``q_i . e[p_ij]``, at a position that the head counts, ``p_ij = sum_(k=j..i) sigmoid(q_i . k_k)`` (CoPE,
+    Golovneva et al. 2405.18719, section 4); q is divided by ``sqrt(d_head)`` in both products.
 
     ``embedding``: ``[position, d_head]``, one table for the heads of a layer, interpolated linearly between whole
     positions; every further count has the last position.

@@ -1,8 +1,9 @@
 """The training loop: resumable after a kill at any moment, with the same weights to the last bit.
 
 Everything random at step ``i`` is a function of ``(seed, i)``: the problems (``models.addition``), the boosts of
-pressures and the first position ids of position coupling. What else a step depends on (weights, optimizer moments, step, curve so far) is one file,
-``resume.safetensors``, written aside and renamed; a run that is killed loses the steps since it was written.
+pressures and the first position ids of position coupling. What else a step depends on (weights, optimizer moments,
+step, curve so far) is one file, ``resume.safetensors``, written aside and renamed; a run that is killed loses the steps
+since it was written.
 """
 
 from __future__ import annotations
