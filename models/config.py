@@ -169,3 +169,54 @@ class AdderConfig(Frozen):
     def trained_distance(self) -> int:
         """The largest query-key distance seen in training, in columns or tokens by the scheme's unit."""
         return self.task.trained_distance(self.attention.unit)
+
+
+class MachineConfig(Frozen):
+    """What the machines' configurations share: the lengths that training draws, in cells that are written."""
+
+    min_length: int = Field(default=1, ge=1)
+    max_length: int = Field(default=20, ge=1, le=1000)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> MachineConfig:
+        if self.min_length > self.max_length:
+            raise ValueError(f"min_length must not exceed max_length, got {self.min_length} > {self.max_length}")
+        return self
+
+
+class NeuralGpuConfig(MachineConfig):
+    """``channels``: numbers a cell holds. ``kernel``: cells that a convolution sees. ``layers``: convolutional gated
+    recurrent units a step, with weights of their own."""
+
+    machine: Literal["neural-gpu"] = "neural-gpu"
+    channels: int = Field(default=48, ge=4, le=1024)
+    kernel: Literal[3] = 3
+    layers: int = Field(default=1, ge=1, le=8)
+
+    @property
+    def weights(self) -> int:
+        """About how many weights the machine has."""
+        return 3 * self.layers * self.kernel * self.channels**2
+
+
+class TuringConfig(MachineConfig):
+    """``bits``: of a symbol. ``cells`` and ``width``: the tape of training; it may be longer at evaluation.
+    ``hidden``: units of the LSTM controller."""
+
+    machine: Literal["turing-machine"] = "turing-machine"
+    bits: int = Field(default=8, ge=1, le=64)
+    cells: int = Field(default=40, ge=4, le=100_000)
+    width: int = Field(default=20, ge=1, le=1024)
+    hidden: int = Field(default=100, ge=1, le=4096)
+
+    @model_validator(mode="after")
+    def _fits(self) -> TuringConfig:
+        if self.cells < self.max_length:
+            raise ValueError(f"cells must hold max_length={self.max_length} symbols, got {self.cells}")
+        return self
+
+    @property
+    def weights(self) -> int:
+        """About how many weights the machine has."""
+        heads = 3 * self.width + 12 + 2 * self.width
+        return self.hidden * (4 * (self.bits + 1 + self.width + self.hidden) + heads + self.bits)

@@ -6,7 +6,16 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from models.config import AdderConfig, AttentionConfig, Frozen, InputError, Lengths, TaskConfig
+from models.config import (
+    AdderConfig,
+    AttentionConfig,
+    Frozen,
+    InputError,
+    Lengths,
+    NeuralGpuConfig,
+    TaskConfig,
+    TuringConfig,
+)
 
 
 class Recipe(Frozen):
@@ -245,6 +254,52 @@ LANGUAGE_RECIPES: dict[str, LanguageRecipe] = {
         LanguageRecipe(
             name="induction-llama",
             about="a language model of 2 layers that repeats random tokens, up to 64 of them",
+        ),
+    )
+}
+
+
+class MachineRecipe(Frozen):
+    """``steps`` of Adam on ``batch`` fresh problems each; the learning rate is warmed up over ``warmup`` steps and then
+    lowered by a cosine to 0; gradients are clipped to norm ``clip``.
+
+    ``curriculum``: share of training over which the longest problem drawn grows from 3 cells to the longest of all, as
+    in Kaiser and Sutskever (1511.08228, section 3), by steps here and not by success. Each step draws one longest
+    length of those.
+    """
+
+    name: str
+    about: str
+    model: NeuralGpuConfig | TuringConfig = Field(discriminator="machine")
+    steps: int = Field(ge=1, le=10**9)
+    batch: int = Field(ge=1, le=2**20)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    warmup: int = Field(default=50, ge=0)
+    clip: float = Field(default=1.0, gt=0)
+    cooldown: float | None = None
+    curriculum: float = Field(default=0.0, ge=0, le=1)
+    precision: Literal["float32"] = "float32"
+
+
+MACHINE_RECIPES: dict[str, MachineRecipe] = {
+    recipe.name: recipe
+    for recipe in (
+        MachineRecipe(
+            name="binary-neural-gpu",
+            about="a Neural GPU that adds binary numbers: as many steps as the tape has cells",
+            model=NeuralGpuConfig(),
+            steps=2500,
+            batch=64,
+            learning_rate=3e-3,
+            curriculum=0.3,
+        ),
+        MachineRecipe(
+            name="copy-ntm",
+            about="a Neural Turing Machine that copies 1 to 20 symbols",
+            model=TuringConfig(),
+            steps=5000,
+            batch=32,
+            clip=10.0,
         ),
     )
 }

@@ -37,7 +37,7 @@ from models.checkpoint import (
     save_checkpoint,
     save_tensors,
 )
-from models.recipes import Recipe
+from models.recipes import MachineRecipe, Recipe
 from models.transformer import HookedAdder
 
 PROBE_PROBLEMS = 512  # problems behind each in-distribution accuracy of the curve
@@ -78,9 +78,7 @@ class Trainer:
     ):
         self.recipe, self.seed, self.folder, self.progress = recipe, seed, folder, progress
         self.precision = fast_precision() if recipe.precision == "auto" else recipe.precision
-        require_loadable(recipe.model, f"recipe {recipe.name!r}")
-        self.model = HookedAdder(recipe.model, seed=seed)
-        self.optimizer = _optimizer(self.model, recipe)
+        self.model, self.optimizer = self._start()
         self.step = 0
         self.curve: list[CurvePoint] = []
         self.seconds = 0.0
@@ -92,12 +90,21 @@ class Trainer:
         elif self._resume_file.exists():
             raise CheckpointError(f"{folder} holds an unfinished run; add --resume to go on, or choose another --out")
 
+    def _start(self) -> tuple[Any, torch.optim.Optimizer]:
+        """The untrained model and its optimizer."""
+        require_loadable(self.recipe.model, f"recipe {self.recipe.name!r}")
+        model = HookedAdder(self.recipe.model, seed=self.seed)
+        return model, _optimizer(model, self.recipe)
+
     @property
     def _resume_file(self) -> Path:
         return self.folder / "resume.safetensors"
 
+    def _done(self) -> Any:
+        return load_record(self.folder)
+
     def _refuse_another_run(self) -> None:
-        done = load_record(self.folder)
+        done = self._done()
         if (done.recipe, done.seed) != (self.recipe, self.seed):
             raise CheckpointError(
                 f"{self.folder} already holds {done.recipe.name}, {done.recipe.steps} steps, seed {done.seed}; "
@@ -227,7 +234,7 @@ class Trainer:
             with safe_open(path, framework="pt") as file:
                 about = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            found = Recipe.model_validate_json(about["recipe"]), int(about["seed"]), about["precision"]
+            found = type(self.recipe).model_validate_json(about["recipe"]), int(about["seed"]), about["precision"]
             if found != (self.recipe, self.seed, self.precision):
                 raise CheckpointError(
                     f"{self.folder} holds an unfinished {found[0].name}, {found[0].steps} steps, seed {found[1]}, "
@@ -263,18 +270,21 @@ class Trainer:
             raise ValueError("its optimizer state is not that of this model")
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
-    def _record(self) -> TrainingRecord:
-        return TrainingRecord(
-            recipe=self.recipe,
-            seed=self.seed,
-            step=self.step,
-            precision=self.precision,
-            threads=torch.get_num_threads(),
-            seconds=round(self.seconds, 1),
-            versions={"python": platform.python_version(), "torch": torch.__version__, "leaksum": source_version()},
-            commit=self.commit,
-            curve=tuple(self.curve),
-        )
+    def _record(self) -> Any:
+        return TrainingRecord(recipe=self.recipe, **self._about())
+
+    def _about(self) -> dict[str, Any]:
+        """What a record says beside the recipe."""
+        return {
+            "seed": self.seed,
+            "step": self.step,
+            "precision": self.precision,
+            "threads": torch.get_num_threads(),
+            "seconds": round(self.seconds, 1),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "leaksum": source_version()},
+            "commit": self.commit,
+            "curve": tuple(self.curve),
+        }
 
 
 def in_distribution_accuracy(model: HookedAdder, seed: int) -> float:
@@ -316,7 +326,7 @@ def ramp(done: float, between: tuple[float, float]) -> float:
     return 0.0 if done <= start else (done - start) / (full - start)
 
 
-def schedule(step: int, recipe: Recipe) -> float:
+def schedule(step: int, recipe: Recipe | MachineRecipe) -> float:
     """The learning rate at ``step`` as a share of its peak: linear warm-up, then a cosine to 0, or held and cooled."""
     warm = min(1.0, (step + 1) / recipe.warmup) if recipe.warmup else 1.0
     if recipe.cooldown is None:
