@@ -207,7 +207,7 @@ class TuringConfig(MachineConfig):
     bits: int = Field(default=8, ge=1, le=64)
     cells: int = Field(default=40, ge=4, le=100_000)
     width: int = Field(default=20, ge=1, le=1024)
-    hidden: int = Field(default=100, ge=1, le=4096)
+    hidden: int = Field(default=32, ge=1, le=4096)
 
     @model_validator(mode="after")
     def _fits(self) -> TuringConfig:

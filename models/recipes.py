@@ -297,9 +297,10 @@ MACHINE_RECIPES: dict[str, MachineRecipe] = {
             name="copy-ntm",
             about="a Neural Turing Machine that copies 1 to 20 symbols",
             model=TuringConfig(),
-            steps=5000,
+            steps=3000,
             batch=32,
-            clip=10.0,
+            learning_rate=5e-3,
+            curriculum=0.5,
         ),
     )
 }
