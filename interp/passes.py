@@ -64,10 +64,13 @@ def plan_for(
 
     Raises:
         ProblemError: there is no problem. MemoryLimit: not even one problem at a time fits into memory.
+        PositionError: the model has no positions for the longest problem.
     """
     if not problems:
         raise ProblemError("there is no problem to run; give at least one")
-    tokens = model.task.encode([max(problems, key=_size)]).tokens.shape[1]
+    longest = model.task.encode([max(problems, key=_size)])
+    model.scheme.ids(model.coordinates(longest.tokens, longest.mask))
+    tokens = longest.tokens.shape[1]
     far_keys, within = _far_keys(model, tokens, interventions, every_key)
     if tokens <= _BLOCK * 3 // 2:
         block, far_keys, within = None, "each", None

@@ -6,7 +6,7 @@ Everything random at step ``i`` is a function of ``(seed, i)``: one longest leng
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from models.addition import generator
 from models.checkpoint import CheckpointError, MachineRecord, load_machine_record
 from models.location import Copies, Machine, NeuralGPU, Sums, TuringMachine, machine
-from models.recipes import MachineRecipe
+from models.recipes import MachineRecipe, Recipe
 from models.training import PROBE_PROBLEMS, Trainer, ramp, schedule
 
 SHORTEST = 3  # cells of the longest problem where a curriculum begins
@@ -61,11 +61,21 @@ class MachineTrainer(Trainer):
         """As :func:`in_distribution_accuracy`, with this seed."""
         return in_distribution_accuracy(self.model, self.seed)
 
-    def _done(self) -> MachineRecord:
+    def done(self) -> MachineRecord:
+        """The record of the finished run. Raises CheckpointError."""
         return load_machine_record(self.folder)
 
     def _record(self) -> MachineRecord:
         return MachineRecord(recipe=self.recipe, **self._about())
+
+
+def trainer_of(recipe: Recipe | MachineRecipe, *args: Any, **kwargs: Any) -> Trainer:
+    """The trainer of a recipe, whatever its kind; the other arguments are :class:`models.training.Trainer`'s."""
+    return (
+        Trainer(recipe, *args, **kwargs)
+        if isinstance(recipe, Recipe)
+        else MachineTrainer(cast(Any, recipe), *args, **kwargs)
+    )
 
 
 def drawn(model: Any, seed: int, stream: str, step: int, n: int, longest: int) -> Sums | Copies:

@@ -17,6 +17,10 @@ from torch import Tensor, nn
 from models.config import AdderConfig, AttentionConfig, InputError
 
 
+class PositionError(InputError):
+    """A sequence longer than a scheme has positions for; the message names the limit."""
+
+
 class Coordinates(NamedTuple):
     """Where each token stands, ``[batch, pos]``: in the sequence, and by row and column of the sum.
 
@@ -163,12 +167,12 @@ class Coupling(PositionScheme):
     """
 
     def ids(self, at: Coordinates, first: Int[Tensor, "batch"] | int = 0) -> Int[Tensor, "batch pos"]:
-        """Raises InputError: a number has more columns than there are ids."""
+        """Raises PositionError: a number has more columns than there are ids."""
         ids = torch.where(at.separator, 0, at.column + 1)
         ids = ids + (first[:, None] if isinstance(first, Tensor) else first)
         capacity = self.config.coupled_positions
         if ids.numel() and int(ids.max()) >= capacity:
-            raise InputError(
+            raise PositionError(
                 f"this model has {capacity} position ids, enough for sums of numbers of {capacity - 3} tokens, "
                 f"and was given one that needs {int(ids.max()) + 1}; take fewer digits"
             )

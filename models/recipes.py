@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,8 @@ from models.config import (
     TaskConfig,
     TuringConfig,
 )
+
+R = TypeVar("R", bound=Frozen)
 
 
 class Recipe(Frozen):
@@ -314,8 +316,17 @@ def named_recipe(name: str, steps: int | None = None) -> Recipe:
     """
     if name not in RECIPES:
         raise InputError(f"no recipe is called {name[:60]!r}; `leaksum recipes` lists them")
+    return _with_steps(RECIPES[name], steps)
+
+
+def trainable_recipe(name: str, steps: int | None = None) -> Recipe | MachineRecipe:
+    """As :func:`named_recipe`, those of machines included."""
+    return _with_steps(MACHINE_RECIPES[name], steps) if name in MACHINE_RECIPES else named_recipe(name, steps)
+
+
+def _with_steps(recipe: R, steps: int | None) -> R:
     if steps is None:
-        return RECIPES[name]
+        return recipe
     if steps < 1:
         raise InputError(f"steps must be at least 1, got {steps}")
-    return RECIPES[name].model_copy(update={"steps": steps})
+    return recipe.model_copy(update={"steps": steps})

@@ -100,11 +100,12 @@ class Trainer:
     def _resume_file(self) -> Path:
         return self.folder / "resume.safetensors"
 
-    def _done(self) -> Any:
+    def done(self) -> Any:
+        """The record of the finished run. Raises CheckpointError."""
         return load_record(self.folder)
 
     def _refuse_another_run(self) -> None:
-        done = self._done()
+        done = self.done()
         if (done.recipe, done.seed) != (self.recipe, self.seed):
             raise CheckpointError(
                 f"{self.folder} already holds {done.recipe.name}, {done.recipe.steps} steps, seed {done.seed}; "

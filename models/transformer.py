@@ -27,7 +27,7 @@ from models.addition import AdditionTask, Problem, parse_problem
 from models.attention import Attention, Blocks, Geometry, KeyValueCache
 from models.config import AdderConfig
 from models.counters import Counters
-from models.positions import SCHEMES, Bias, coordinates
+from models.positions import SCHEMES, Bias, Coordinates, coordinates
 
 UNBOUNDED = 2**31 - 1  # no scheme here has a largest position
 
@@ -180,7 +180,7 @@ class HookedAdder(HookedRootModule):
 
         Raises:
             ValueError: token ids out of range, a mask of another shape, or a boost without a sink.
-            InputError: position coupling has no id for a number as long as this.
+            PositionError: position coupling has no id for a number as long as this.
         """
         tokens = self.to_tokens(input)
         mask = tokens != self.task.vocabulary.pad if attention_mask is None else attention_mask.bool()
@@ -196,8 +196,7 @@ class HookedAdder(HookedRootModule):
         if (boost.ndim and boost.shape != tokens.shape[:1]) or not torch.isfinite(boost).all():
             raise ValueError(f"sink_boost must be one finite number, or one a sequence, got shape {tuple(boost.shape)}")
         start = cache.length if cache is not None else 0
-        vocab = self.task.vocabulary
-        at = coordinates(tokens, mask, (vocab.plus, vocab.equals), self.config.attention.separator_column)
+        at = self.coordinates(tokens, mask)
         geometry = Geometry(
             self.scheme,
             at,
@@ -224,6 +223,11 @@ class HookedAdder(HookedRootModule):
         if return_type == "loss":
             return self.loss(logits, tokens, mask)
         raise ValueError(f"return_type must be 'logits', 'loss' or None, got {return_type!r}")
+
+    def coordinates(self, tokens: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"]) -> Coordinates:
+        """Where every token stands."""
+        vocab = self.task.vocabulary
+        return coordinates(tokens, mask, (vocab.plus, vocab.equals), self.config.attention.separator_column)
 
     def loss(self, logits: Tensor, tokens: Tensor, mask: Tensor) -> Float[Tensor, ""]:
         """Mean cross-entropy, in nats, over the decisions: the tokens after ``=``."""
