@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from interp.interventions import Intervention
-    from models.addition import Problem
     from models.transformer import HookedAdder
 
 app = typer.Typer(
@@ -67,9 +66,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standar
 @app.command()
 def recipes(as_json: AsJson = False) -> None:
     """List the training recipes."""
-    from models.recipes import LANGUAGE_RECIPES, RECIPES
+    from models.recipes import LANGUAGE_RECIPES, MACHINE_RECIPES, RECIPES
 
-    every: list[Any] = [*RECIPES.values(), *LANGUAGE_RECIPES.values()]
+    every: list[Any] = [*RECIPES.values(), *MACHINE_RECIPES.values(), *LANGUAGE_RECIPES.values()]
     rows = [{"name": r.name, "steps": r.steps, "batch": r.batch, "about": r.about} for r in every]
     _emit({"recipes": rows}, as_json, lambda console: _table(console, rows))
 
@@ -85,18 +84,17 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a recipe. Resumable after a kill at any moment, to the same weights."""
-    from models.recipes import LANGUAGE_RECIPES, named_recipe
+    from models.recipes import LANGUAGE_RECIPES, trainable_recipe
 
     if recipe in LANGUAGE_RECIPES:
         _train_language_model(recipe, out, steps, resume, seed, threads, as_json)
         return
-    chosen = named_recipe(recipe, steps)
+    chosen = trainable_recipe(recipe, steps)
     _use_threads(threads)
-    from models.checkpoint import load_record
-    from models.training import Trainer
+    from models.machine_training import trainer_of
 
     with _progress(chosen.steps, recipe) as tell:
-        trainer = Trainer(
+        trainer = trainer_of(
             chosen,
             seed,
             out,
@@ -104,7 +102,7 @@ def train(
             progress=lambda step, loss, exact: tell(step, f"loss {loss:.4f}, exact in distribution {exact:.3f}"),
         )
         trainer.run()
-    record = load_record(out)
+    record = trainer.done()
     last = record.curve[-1]
     row = {
         "checkpoint": str(out),
@@ -204,15 +202,36 @@ def reach(
     lengths = _lengths(digits)
     _use_threads(threads)
     from interp import decisions
-    from interp.passes import describe_run
+    from models.checkpoint import load_any
 
-    model = _load(checkpoint)
-    drawn = model.task.evaluation_problems(max(lengths), problems, seed)
+    model = load_any(checkpoint)
     with _progress(problems * len(lengths), "reach") as tell:
         found = decisions.reach(model, lengths, problems, seed=seed, progress=lambda done: tell(done, ""))
     rows = found.to_json()
-    payload = {"checkpoint": str(checkpoint), "reach": rows, "run": describe_run(model, drawn, seed)}
+    payload = {"checkpoint": str(checkpoint), "reach": rows, "run": found.scores[max(lengths)].run}
     _emit(payload, as_json, lambda console: _table(console, rows))
+
+
+@app.command()
+def location(
+    checkpoint: Checkpoint,
+    digits: Annotated[str, typer.Option(help="Length, in bits of the longer operand or in symbols.")] = "20",
+    problems: Problems = 50,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Where the heads of a Turing machine stand, or which cells of a Neural GPU are right after each step."""
+    (length,) = _lengths(digits, one=True)
+    _use_threads(threads)
+    from interp import location as places
+    from models.checkpoint import load_machine
+
+    model = load_machine(checkpoint)
+    with _progress(problems, "location") as tell:
+        found = places.location(model, length, problems, seed=seed, progress=lambda done: tell(done, ""))
+    payload = {"checkpoint": str(checkpoint), "digits": length, **found.to_json(), "run": _simple_run(seed)}
+    _emit(payload, as_json, lambda console: _table(console, found.summary()))
 
 
 @app.command()
@@ -771,8 +790,9 @@ def _score(
     (length,) = _lengths(digits, one=True)
     _use_threads(threads)
     from interp import decisions
+    from models.checkpoint import load_any
 
-    model = _load(checkpoint)
+    model = load_any(checkpoint)
     interventions = _interventions(names, *scope, seed)
     drawn = _problems(model, length, problems, problems_from, seed)
     with _progress(len(drawn), "scoring") as tell:
@@ -821,9 +841,13 @@ def _distinct(checkpoints: Sequence[Path]) -> dict[Path, str]:
     return {path: path.name if path.name and names.count(path.name) == 1 else str(path) for path in checkpoints}
 
 
-def _problems(model: HookedAdder, digits: int, n: int, path: Path | None, seed: int) -> list[Problem]:
+def _problems(model: Any, digits: int, n: int, path: Path | None, seed: int) -> list[Any]:
     from models.addition import read_problems
+    from models.config import InputError
+    from models.location import TuringMachine
 
+    if path and isinstance(model, TuringMachine):
+        raise InputError("a Turing machine copies symbols and takes no file of sums; leave out --problems-from")
     return read_problems(path) if path else model.task.evaluation_problems(digits, n, seed)
 
 

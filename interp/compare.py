@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 from interp.decisions import Score, score
 from interp.interventions import Edit, InterventionError
 from models.addition import handmade_problems
-from models.checkpoint import TrainingRecord, load_checkpoint, load_record
+from models.checkpoint import MachineRecord, TrainingRecord, holds_machine, load_any, load_machine_record, load_record
+from models.config import InputError
+from models.positions import PositionError
+from models.transformer import HookedAdder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,7 +30,7 @@ class Comparison:
     intervention: str
     score: Score | None
     parameters: int
-    record: TrainingRecord
+    record: TrainingRecord | MachineRecord
 
     def to_json(self) -> dict[str, Any]:
         """One row of ``leaksum compare``; numbers that do not apply are None."""
@@ -66,8 +69,13 @@ def compare(
     Raises:
         CheckpointError: a checkpoint that cannot be loaded; all are loaded before anything is run.
     """
-    loaded = [(str(path), load_checkpoint(path), load_record(path)) for path in checkpoints]
-    cells = []
+    loaded = [
+        (str(path), load_any(path), load_machine_record(path) if holds_machine(path) else load_record(path))
+        for path in checkpoints
+    ]
+    if handmade and not all(isinstance(model, HookedAdder) for _, model, _ in loaded):
+        raise InputError("the hand-made problems are decimal sums; leave machines out, or --handmade")
+    cells: list[Comparison] = []
     for name, model, record in loaded:
         parameters = sum(weight.numel() for weight in model.parameters())
         for n in dict.fromkeys(digits):
@@ -77,7 +85,7 @@ def compare(
                 progress(f"{name} at {n} digits, {label}")
                 try:
                     found = score(model, drawn, [] if edit is None else [edit], seed=seed)
-                except InterventionError:  # a boost for a model without a sink
+                except (InterventionError, PositionError):  # a boost without a sink; more columns than position ids
                     found = None
                 cells.append(Comparison(name, n, label, found, parameters, record))
     return cells

@@ -12,10 +12,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from interp.interventions import Edit
-from interp.passes import Progress, after, describe_run, run_problems
-from models.addition import STATES, Problem
+from interp.interventions import Edit, InterventionError
+from interp.location import batches, decide
+from interp.passes import Progress, after, describe_run, plan_for, run_problems
+from models.addition import STATES, ProblemError
+from models.location import Machine
 from models.transformer import HookedAdder
 
 if TYPE_CHECKING:
@@ -147,8 +150,8 @@ class Score:
 
 
 def score(
-    model: HookedAdder,
-    problems: Sequence[Problem],
+    model: HookedAdder | Machine,
+    problems: Sequence[Any],
     interventions: Sequence[Edit] = (),
     *,
     seed: int | None = None,
@@ -156,12 +159,16 @@ def score(
 ) -> Score:
     """Score every decision of these problems, under some interventions.
 
+    What a decision is of a machine that is not autoregressive, :mod:`interp.location` says.
+
     Args:
         seed: of the problems, to be recorded; it changes nothing.
 
     Raises:
         ProblemError: no problems. InterventionError: an intervention that does not apply to this model.
     """
+    if not isinstance(model, HookedAdder):
+        return _score_machine(model, problems, interventions, seed, progress)
     parts: list[tuple[np.ndarray, ...]] = []
     for step in run_problems(model, problems, interventions, progress=progress):
         batch, asked = step.batch, step.batch.decisions
@@ -173,6 +180,28 @@ def score(
         which = np.repeat(np.array(step.indices), asked.sum(1).numpy())
         kept = (batch.decision_column, batch.state, batch.eos)
         parts.append((which, *(t[asked].numpy() for t in kept), missed.numpy(), lead.numpy()))
+    return _sorted(parts, interventions, describe_run(model, problems, seed, interventions))
+
+
+def _score_machine(
+    model: Machine, problems: Sequence[Any], interventions: Sequence[Edit], seed: int | None, progress: Progress
+) -> Score:
+    if not problems:
+        raise ProblemError("there is no problem to run; give at least one")
+    if interventions:
+        raise InterventionError(f"{interventions[0].name} edits attention, and this machine has none")
+    parts, done, largest = [], 0, 0
+    for indices, batch in batches(model, problems):
+        which, *rest = decide(model, batch)
+        parts.append((np.array(indices)[which], *rest))
+        done, largest = done + len(indices), max(largest, len(indices))
+        progress(done)
+    run = {"seed": seed, "batch": largest, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    return _sorted(parts, (), run)
+
+
+def _sorted(parts: Sequence[tuple[np.ndarray, ...]], interventions: Sequence[Edit], run: dict[str, Any]) -> Score:
+    """Decisions of several batches as one score, by problem and column."""
     arrays = [np.concatenate(column) for column in zip(*parts, strict=True)]
     order = np.lexsort((arrays[1], arrays[0]))
     problem, column, state, eos, wrong, margin = (array[order] for array in arrays)
@@ -184,7 +213,7 @@ def score(
         wrong=wrong,
         margin=margin,
         interventions=tuple(intervention.name for intervention in interventions),
-        run=describe_run(model, problems, seed, interventions),
+        run=run,
     )
 
 
@@ -226,7 +255,7 @@ class Reach:
 
 
 def reach(
-    model: HookedAdder,
+    model: HookedAdder | Machine,
     digits: Sequence[int],
     problems: int = 50,
     interventions: Sequence[Edit] = (),
@@ -234,10 +263,17 @@ def reach(
     seed: int = 0,
     progress: Progress = lambda done: None,
 ) -> Reach:
-    """Exact match at each length, on ``problems`` problems drawn by ``seed`` (see ``models.addition``)."""
+    """Exact match at each length, on ``problems`` problems drawn by ``seed`` (see ``models.addition``).
+
+    Raises:
+        InputError: a length that does not fit into memory, or for which the model has no positions; before any is run.
+    """
+    drawn: dict[int, Any] = {n: model.task.evaluation_problems(n, problems, seed) for n in dict.fromkeys(digits)}
+    if isinstance(model, HookedAdder):
+        for n in drawn:
+            plan_for(model, drawn[n], interventions)
     scores: dict[int, Score] = {}
-    for n in dict.fromkeys(digits):
-        drawn = model.task.evaluation_problems(n, problems, seed)
-        before = problems * len(scores)
-        scores[n] = score(model, drawn, interventions, seed=seed, progress=after(progress, before))
+    for n in drawn:
+        told = after(progress, problems * len(scores))
+        scores[n] = score(model, drawn[n], interventions, seed=seed, progress=told)
     return Reach(scores)

@@ -64,10 +64,13 @@ def plan_for(
 
     Raises:
         ProblemError: there is no problem. MemoryLimit: not even one problem at a time fits into memory.
+        PositionError: the model has no positions for the longest problem.
     """
     if not problems:
         raise ProblemError("there is no problem to run; give at least one")
-    tokens = model.task.encode([max(problems, key=_size)]).tokens.shape[1]
+    longest = model.task.encode([max(problems, key=_size)])
+    model.scheme.ids(model.coordinates(longest.tokens, longest.mask))
+    tokens = longest.tokens.shape[1]
     far_keys, within = _far_keys(model, tokens, interventions, every_key)
     if tokens <= _BLOCK * 3 // 2:
         block, far_keys, within = None, "each", None
@@ -88,7 +91,7 @@ def _far_keys(
     model: HookedAdder, tokens: int, interventions: Sequence[Edit], every_key: bool
 ) -> tuple[FarKeys, int | None]:
     """What may be done about far keys, and the distance beyond which they are left out."""
-    if _is_hooked(model):
+    if _is_hooked(model) or model.scheme.every_key:
         return "each", None
     kept = [edit.keeps_within(model) for edit in interventions]
     one_by_one = any(edit.every_key for edit, within in zip(interventions, kept, strict=True) if within is None)

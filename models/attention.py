@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -146,6 +146,8 @@ class Geometry:
         self.trained_distance = trained_distance
         self.stop = mask.shape[1]
         self.cut = blocks or Blocks(max(1, self.stop), max(1, self.stop))
+        if scheme.every_key:
+            self.cut = replace(self.cut, skip_beyond=None)
         self._last: Block | None = None
         self._found: tuple[int, Tensor] | None = None
         if scheme.rotates:
@@ -226,8 +228,8 @@ class Attention(nn.Module):
     ``score_j = (R_i q . R_j k_j) / sqrt(d_head) * factor_ij`` and
     ``pattern_j = exp(score_j) / (exp(s) + sum_k exp(score_k))``.
 
-    With counters a score is ``q . k_j / sqrt(d_head)`` and what the kernels add. With a null key n, s is
-    ``q . n / sqrt(d_head)``.
+    With counters a score is ``q . k_j / sqrt(d_head)`` and what the kernels add, with ALiBi, FIRE and CoPE what their
+    ``bias`` adds (``hook_bias``, ``[batch, head, query, key]``). With a null key n, s is ``q . n / sqrt(d_head)``.
 
     Weights are HookedTransformer's: ``W_Q``, ``W_K``, ``W_V`` ``[head, d_model, d_head]``, ``W_O``
     ``[head, d_head, d_model]``; ``sink`` is ``[head]``, or ``null_key`` ``[head, d_head]``. There are no biases.
@@ -257,6 +259,10 @@ class Attention(nn.Module):
         if config.attention.scheme == "counters":
             self.counters = Counters(config)
             self.hook_gate, self.hook_reset, self.hook_count = HookPoint(), HookPoint(), HookPoint()
+        bias = SCHEMES[config.attention.scheme].bias
+        self.bias = None if bias is None else bias(config)
+        if bias is not None:
+            self.hook_bias = HookPoint()
         self.hook_z, self.hook_result = HookPoint(), HookPoint()
         self.use_attn_result = False
 
@@ -328,6 +334,10 @@ class Attention(nn.Module):
         if counts is not None:
             keys = joined([counts[:, run] for run in block.runs], dim=1)
             scores = scores + self.counters.added(counts[:, span.query], keys).to(scores.dtype)
+        if self.bias is not None:
+            self.hook_bias.ctx.update(query=span.query, key=span.key)
+            where = geometry.at.at(span.query), geometry.at.at(span.key)
+            scores = scores + self.hook_bias(self.bias(scores, q[:, :, here], *where, block.hidden).expand_as(scores))
         scale = self._scale(geometry, span)
         if scale is not None:
             scores = scores * scale[..., None]

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from pydantic import Field, ValidationError
@@ -22,13 +22,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.addition import Vocabulary
-from models.config import AdderConfig, Frozen, InputError
+from models.config import AdderConfig, Frozen, InputError, NeuralGpuConfig, TuringConfig
 from models.files import write_atomically, write_text
-from models.recipes import Recipe
+from models.location import Machine, machine
+from models.recipes import MachineRecipe, Recipe
 from models.transformer import HookedAdder
 
 FORMAT = 1
 T = TypeVar("T", bound=Frozen)
+R = TypeVar("R", bound=Frozen)
+M = TypeVar("M", bound=torch.nn.Module)
 _LARGEST_JSON = 16 * 2**20  # bytes; a training curve is far below
 _MOST_WEIGHTS = 5 * 10**7  # a configuration that asks for more is not one of these small models
 
@@ -45,10 +48,10 @@ class CurvePoint(Frozen):
     exact: float
 
 
-class TrainingRecord(Frozen):
+class Record(Frozen, Generic[R]):
     """``training.json``: where a checkpoint comes from. ``commit`` is the source's git revision when it is known."""
 
-    recipe: Recipe
+    recipe: R
     seed: int = Field(ge=0, lt=2**63)
     step: int
     precision: str
@@ -59,16 +62,29 @@ class TrainingRecord(Frozen):
     curve: tuple[CurvePoint, ...]
 
 
+class TrainingRecord(Record[Recipe]):
+    """Of an adder."""
+
+
+class MachineRecord(Record[MachineRecipe]):
+    """Of a machine that addresses by location."""
+
+
 class _ConfigFile(Frozen):
     format: int
     model: AdderConfig
 
 
-def save_checkpoint(folder: Path, model: HookedAdder, record: TrainingRecord) -> None:
+class _MachineFile(Frozen):
+    format: int
+    model: NeuralGpuConfig | TuringConfig = Field(discriminator="machine")
+
+
+def save_checkpoint(folder: Path, model: HookedAdder | Machine, record: TrainingRecord | MachineRecord) -> None:
     """Write the three files, ``training.json`` last: a folder that has it is whole."""
     weights = {name: weight.detach().contiguous() for name, weight in model.state_dict().items()}
     save_tensors(folder / "model.safetensors", weights, {"digest": digest_of(weights)})
-    write_text(folder / "config.json", _pretty(_ConfigFile(format=FORMAT, model=model.config).model_dump()))
+    write_text(folder / "config.json", _pretty({"format": FORMAT, "model": model.config.model_dump()}))
     write_text(folder / "training.json", _pretty(record.model_dump()))
 
 
@@ -103,7 +119,33 @@ def load_checkpoint(folder: str | Path) -> HookedAdder:
     """
     folder = Path(folder)
     config = load_config(folder)
-    model = _empty_model(config, folder)
+    require_loadable(config, str(folder / "config.json"))
+    return _with_weights(HookedAdder(config), folder)
+
+
+def load_machine(folder: str | Path) -> Machine:
+    """The machine of a checkpoint directory, in evaluation mode. Raises :class:`CheckpointError`."""
+    folder = Path(folder)
+    path = folder / "config.json"
+    config = _validated(_MachineFile, _configuration(path), path).model
+    if config.weights > _MOST_WEIGHTS:
+        raise CheckpointError(f"{path}: asks for {config.weights:.1e} weights, more than are loaded")
+    return _with_weights(machine(config), folder)
+
+
+def holds_machine(folder: str | Path) -> bool:
+    """Whether a checkpoint is of a machine that addresses by location. Raises :class:`CheckpointError`."""
+    found = _configuration(Path(folder) / "config.json").get("model")
+    return isinstance(found, dict) and "machine" in found
+
+
+def load_any(folder: str | Path) -> HookedAdder | Machine:
+    """The model of a checkpoint directory, whatever its kind. Raises :class:`CheckpointError`."""
+    return load_machine(folder) if holds_machine(folder) else load_checkpoint(folder)
+
+
+def _with_weights(model: M, folder: Path) -> M:
+    """The model with the weights of a checkpoint directory. Raises :class:`CheckpointError`."""
     shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     path = folder / "model.safetensors"
     try:
@@ -143,13 +185,24 @@ def load_checkpoint(folder: str | Path) -> HookedAdder:
 def load_config(folder: str | Path) -> AdderConfig:
     """The model's configuration alone. Raises :class:`CheckpointError`."""
     path = Path(folder) / "config.json"
+    found = _configuration(path)
+    if isinstance(found.get("model"), dict) and "machine" in found["model"]:
+        raise CheckpointError(
+            f"{Path(folder)}: a machine that addresses by location has no attention to look at; `leaksum score`, "
+            "`reach`, `compare`, `doctor` and `location` apply to it"
+        )
+    return _validated(_ConfigFile, found, path).model
+
+
+def _configuration(path: Path) -> dict[str, Any]:
     found = _read_json(path)
     version = found.get("format") if isinstance(found, dict) else None
     if version != FORMAT:
         raise CheckpointError(
             f"{path}: format must be {FORMAT}, got {ascii(version)[:40]}; is this a leaksum checkpoint?"
         )
-    return _validated(_ConfigFile, found, path).model
+    assert isinstance(found, dict)
+    return found
 
 
 def load_record(folder: str | Path) -> TrainingRecord:
@@ -158,9 +211,10 @@ def load_record(folder: str | Path) -> TrainingRecord:
     return _validated(TrainingRecord, _read_json(path), path)
 
 
-def _empty_model(config: AdderConfig, folder: Path) -> HookedAdder:
-    require_loadable(config, str(folder / "config.json"))
-    return HookedAdder(config)
+def load_machine_record(folder: str | Path) -> MachineRecord:
+    """How a machine was trained. Raises :class:`CheckpointError`."""
+    path = Path(folder) / "training.json"
+    return _validated(MachineRecord, _read_json(path), path)
 
 
 def require_loadable(config: AdderConfig, where: str) -> None:
@@ -170,7 +224,10 @@ def require_loadable(config: AdderConfig, where: str) -> None:
         CheckpointError: it asks for more; the message names ``where`` it stands.
     """
     per_layer = 4 * config.n_heads * config.d_head * config.d_model + 2 * config.d_model * config.d_mlp
-    size = config.n_layers * per_layer + 2 * Vocabulary(config.task).size * config.d_model
+    attention = config.attention
+    positions = {"coupling": attention.coupled_positions, "cope": config.n_layers * attention.cope_positions}
+    rows = 2 * Vocabulary(config.task).size + positions.get(attention.scheme, 0)
+    size = config.n_layers * per_layer + rows * config.d_model
     if size > _MOST_WEIGHTS:
         raise CheckpointError(
             f"{where}: asks for {size:.1e} weights, more than the {_MOST_WEIGHTS:.0e} that are loaded"

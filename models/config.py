@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Scheme = Literal["rotary2d", "rotary", "none", "counters"]
+Scheme = Literal["rotary2d", "rotary", "none", "counters", "alibi", "fire", "cope", "coupling"]
 
 
 class InputError(ValueError):
@@ -86,6 +86,10 @@ class AttentionConfig(Frozen):
         ``rotary2d``: rotation by row and by column (half of the head's dimensions each), the score multiplied by
         ``exp(-decay |column distance|)``. ``rotary``: rotation by token position. ``none``: no positions (NoPE).
         ``counters``: no positions; each head keeps ``n_counters`` counters of its own (:mod:`models.counters`).
+        ``alibi``: a penalty per token of distance, one slope a head. ``fire``: a learned function of the distance over
+        the query's position. ``cope``: positions that each head counts from the key to the query, with learned
+        embeddings of the first ``cope_positions`` counts. ``coupling``: digits of equal significance share one of
+        ``coupled_positions`` ids, whose learned embedding joins the token's (:mod:`models.positions`).
     ``sink``
         One learned, position-free score per head that joins the softmax and has no value (the gpt-oss convention).
     ``null_key``
@@ -111,6 +115,8 @@ class AttentionConfig(Frozen):
     sink_boost: float = 0.0
     normalizer: Literal["softmax", "sparsemax", "entmax15"] = "softmax"
     scalable: bool = False
+    cope_positions: int = Field(default=64, ge=2, le=100_000)
+    coupled_positions: int = Field(default=203, ge=3, le=200_000)
     n_counters: int = Field(default=2, ge=1, le=16)
     exact_counters: int = Field(default=0, ge=0)
     kernel_beyond: Literal["linear", "constant", "floor"] = "linear"
@@ -133,7 +139,7 @@ class AttentionConfig(Frozen):
     @property
     def unit(self) -> Literal["columns", "tokens"]:
         """The unit in which this scheme measures how far a key is."""
-        return "columns" if self.scheme in ("rotary2d", "counters") else "tokens"
+        return "columns" if self.scheme in ("rotary2d", "counters", "coupling") else "tokens"
 
 
 class AdderConfig(Frozen):
@@ -151,9 +157,66 @@ class AdderConfig(Frozen):
     def _rotatable(self) -> AdderConfig:
         if self.attention.scheme in ("rotary", "rotary2d") and self.d_head % 4:
             raise ValueError(f"d_head must be a multiple of 4 to be rotated, got {self.d_head}")
+        needed = self.task.max_columns + 2  # the sign before a sum, and its end
+        if self.attention.scheme == "coupling" and self.attention.coupled_positions < needed:
+            raise ValueError(
+                f"coupled_positions must be at least {needed} for the sums that training draws, "
+                f"got {self.attention.coupled_positions}"
+            )
         return self
 
     @property
     def trained_distance(self) -> int:
         """The largest query-key distance seen in training, in columns or tokens by the scheme's unit."""
         return self.task.trained_distance(self.attention.unit)
+
+
+class MachineConfig(Frozen):
+    """What the machines' configurations share: the lengths that training draws, in cells that are written."""
+
+    min_length: int = Field(default=1, ge=1)
+    max_length: int = Field(default=20, ge=1, le=1000)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> MachineConfig:
+        if self.min_length > self.max_length:
+            raise ValueError(f"min_length must not exceed max_length, got {self.min_length} > {self.max_length}")
+        return self
+
+
+class NeuralGpuConfig(MachineConfig):
+    """``channels``: numbers a cell holds. ``kernel``: cells that a convolution sees. ``layers``: convolutional gated
+    recurrent units a step, with weights of their own."""
+
+    machine: Literal["neural-gpu"] = "neural-gpu"
+    channels: int = Field(default=48, ge=4, le=1024)
+    kernel: Literal[3] = 3
+    layers: int = Field(default=1, ge=1, le=8)
+
+    @property
+    def weights(self) -> int:
+        """About how many weights the machine has."""
+        return 3 * self.layers * self.kernel * self.channels**2
+
+
+class TuringConfig(MachineConfig):
+    """``bits``: of a symbol. ``cells`` and ``width``: the tape of training; it may be longer at evaluation.
+    ``hidden``: units of the LSTM controller."""
+
+    machine: Literal["turing-machine"] = "turing-machine"
+    bits: int = Field(default=8, ge=1, le=64)
+    cells: int = Field(default=40, ge=4, le=100_000)
+    width: int = Field(default=20, ge=1, le=1024)
+    hidden: int = Field(default=32, ge=1, le=4096)
+
+    @model_validator(mode="after")
+    def _fits(self) -> TuringConfig:
+        if self.cells < self.max_length:
+            raise ValueError(f"cells must hold max_length={self.max_length} symbols, got {self.cells}")
+        return self
+
+    @property
+    def weights(self) -> int:
+        """About how many weights the machine has."""
+        heads = 3 * self.width + 12 + 2 * self.width
+        return self.hidden * (4 * (self.bits + 1 + self.width + self.hidden) + heads + self.bits)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from models.config import AdderConfig, AttentionConfig, Frozen, InputError, Lengths, TaskConfig
+from models.config import (
+    AdderConfig,
+    AttentionConfig,
+    Frozen,
+    InputError,
+    Lengths,
+    NeuralGpuConfig,
+    TaskConfig,
+    TuringConfig,
+)
+
+R = TypeVar("R", bound=Frozen)
 
 
 class Recipe(Frozen):
@@ -149,6 +160,30 @@ RECIPES: dict[str, Recipe] = {
             AttentionConfig(scheme="none", sink=False),
             steps=6000,
         ),
+        _one_digit(
+            "1digit-alibi",
+            "ALiBi: a fixed penalty per token of distance, one slope a head",
+            AttentionConfig(scheme="alibi", sink=False),
+            steps=4000,
+        ),
+        _one_digit(
+            "1digit-fire",
+            "FIRE: a learned function of the distance over the query's position",
+            AttentionConfig(scheme="fire", sink=False),
+            steps=3000,
+        ),
+        _one_digit(
+            "1digit-cope",
+            "CoPE: every head counts from the key to the query, and looks the count's embedding up",
+            AttentionConfig(scheme="cope", sink=False),
+            steps=3000,
+        ),
+        _one_digit(
+            "1digit-coupling",
+            "position coupling: digits of equal significance share an id, starting anywhere in training",
+            AttentionConfig(scheme="coupling", sink=False, separator_column=-1),
+            steps=3000,
+        ),
         _counters(
             "1digit-counters",
             "no positions: heads count for themselves, with gates that are sigmoids",
@@ -226,6 +261,53 @@ LANGUAGE_RECIPES: dict[str, LanguageRecipe] = {
 }
 
 
+class MachineRecipe(Frozen):
+    """``steps`` of Adam on ``batch`` fresh problems each; the learning rate is warmed up over ``warmup`` steps and then
+    lowered by a cosine to 0; gradients are clipped to norm ``clip``.
+
+    ``curriculum``: share of training over which the longest problem drawn grows from 3 cells to the longest of all, as
+    in Kaiser and Sutskever (1511.08228, section 3), by steps here and not by success. Each step draws one longest
+    length of those.
+    """
+
+    name: str
+    about: str
+    model: NeuralGpuConfig | TuringConfig = Field(discriminator="machine")
+    steps: int = Field(ge=1, le=10**9)
+    batch: int = Field(ge=1, le=2**20)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    warmup: int = Field(default=50, ge=0)
+    clip: float = Field(default=1.0, gt=0)
+    cooldown: float | None = None
+    curriculum: float = Field(default=0.0, ge=0, le=1)
+    precision: Literal["float32"] = "float32"
+
+
+MACHINE_RECIPES: dict[str, MachineRecipe] = {
+    recipe.name: recipe
+    for recipe in (
+        MachineRecipe(
+            name="binary-neural-gpu",
+            about="a Neural GPU that adds binary numbers: as many steps as the tape has cells",
+            model=NeuralGpuConfig(),
+            steps=2500,
+            batch=64,
+            learning_rate=3e-3,
+            curriculum=0.3,
+        ),
+        MachineRecipe(
+            name="copy-ntm",
+            about="a Neural Turing Machine that copies 1 to 20 symbols",
+            model=TuringConfig(),
+            steps=3000,
+            batch=32,
+            learning_rate=5e-3,
+            curriculum=0.5,
+        ),
+    )
+}
+
+
 def named_recipe(name: str, steps: int | None = None) -> Recipe:
     """The recipe of this name, with another number of steps if given (the schedule stretches with it).
 
@@ -234,8 +316,17 @@ def named_recipe(name: str, steps: int | None = None) -> Recipe:
     """
     if name not in RECIPES:
         raise InputError(f"no recipe is called {name[:60]!r}; `leaksum recipes` lists them")
+    return _with_steps(RECIPES[name], steps)
+
+
+def trainable_recipe(name: str, steps: int | None = None) -> Recipe | MachineRecipe:
+    """As :func:`named_recipe`, those of machines included."""
+    return _with_steps(MACHINE_RECIPES[name], steps) if name in MACHINE_RECIPES else named_recipe(name, steps)
+
+
+def _with_steps(recipe: R, steps: int | None) -> R:
     if steps is None:
-        return RECIPES[name]
+        return recipe
     if steps < 1:
         raise InputError(f"steps must be at least 1, got {steps}")
-    return RECIPES[name].model_copy(update={"steps": steps})
+    return recipe.model_copy(update={"steps": steps})

@@ -1,8 +1,9 @@
 """The training loop: resumable after a kill at any moment, with the same weights to the last bit.
 
-Everything random at step ``i`` is a function of ``(seed, i)``: the problems (``models.addition``) and the boosts of
-sink pressure. What else a step depends on (weights, optimizer moments, step, curve so far) is one file,
-``resume.safetensors``, written aside and renamed; a run that is killed loses the steps since it was written.
+Everything random at step ``i`` is a function of ``(seed, i)``: the problems (``models.addition``), the boosts of
+pressures and the first position ids of position coupling. What else a step depends on (weights, optimizer moments,
+step, curve so far) is one file, ``resume.safetensors``, written aside and renamed; a run that is killed loses the steps
+since it was written.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from models.checkpoint import (
     save_checkpoint,
     save_tensors,
 )
-from models.recipes import Recipe
+from models.recipes import MachineRecipe, Recipe
 from models.transformer import HookedAdder
 
 PROBE_PROBLEMS = 512  # problems behind each in-distribution accuracy of the curve
@@ -77,9 +78,7 @@ class Trainer:
     ):
         self.recipe, self.seed, self.folder, self.progress = recipe, seed, folder, progress
         self.precision = fast_precision() if recipe.precision == "auto" else recipe.precision
-        require_loadable(recipe.model, f"recipe {recipe.name!r}")
-        self.model = HookedAdder(recipe.model, seed=seed)
-        self.optimizer = _optimizer(self.model, recipe)
+        self.model, self.optimizer = self._start()
         self.step = 0
         self.curve: list[CurvePoint] = []
         self.seconds = 0.0
@@ -91,12 +90,22 @@ class Trainer:
         elif self._resume_file.exists():
             raise CheckpointError(f"{folder} holds an unfinished run; add --resume to go on, or choose another --out")
 
+    def _start(self) -> tuple[Any, torch.optim.Optimizer]:
+        """The untrained model and its optimizer."""
+        require_loadable(self.recipe.model, f"recipe {self.recipe.name!r}")
+        model = HookedAdder(self.recipe.model, seed=self.seed)
+        return model, _optimizer(model, self.recipe)
+
     @property
     def _resume_file(self) -> Path:
         return self.folder / "resume.safetensors"
 
+    def done(self) -> Any:
+        """The record of the finished run. Raises CheckpointError."""
+        return load_record(self.folder)
+
     def _refuse_another_run(self) -> None:
-        done = load_record(self.folder)
+        done = self.done()
         if (done.recipe, done.seed) != (self.recipe, self.seed):
             raise CheckpointError(
                 f"{self.folder} already holds {done.recipe.name}, {done.recipe.steps} steps, seed {done.seed}; "
@@ -143,6 +152,7 @@ class Trainer:
         boosts = generator(self.seed, "sink pressure", step).uniform(0, recipe.sink_pressure * pressure, recipe.batch)
         boost = torch.from_numpy(boosts).float().split(size)
         keys = generator(self.seed, "key pressure", step)
+        starts = generator(self.seed, "first position id", step)
         self._round_counters(step / recipe.steps >= recipe.exact_from)
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
@@ -156,7 +166,12 @@ class Trainer:
                 torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bfloat16"),
                 self.model.hooks(hooks) if hooks else nullcontext(),
             ):
-                logits = self.model(part.tokens, part.mask, sink_boost=boost[i] if recipe.sink_pressure else None)
+                logits = self.model(
+                    part.tokens,
+                    part.mask,
+                    sink_boost=boost[i] if recipe.sink_pressure else None,
+                    first_id=self._first_ids(starts, part),
+                )
             asked = part.decisions
             loss = cross_entropy(logits[asked].float(), part.targets[asked], reduction="sum") / decisions
             total += loss.item()
@@ -174,6 +189,13 @@ class Trainer:
         if self.recipe.model.attention.scheme == "counters":
             for block in self.model.blocks:
                 block.attn.counters.exact = self.recipe.model.attention.exact_counters if exact else 0
+
+    def _first_ids(self, rng: np.random.Generator, part: Batch) -> Tensor | int:
+        """Where each sequence's position ids start: anywhere that leaves room for its sum and the end behind it."""
+        if self.recipe.model.attention.scheme != "coupling":
+            return 0
+        room = self.recipe.model.attention.coupled_positions - (part.lengths[:, 2] + 2)
+        return torch.from_numpy(rng.integers(0, room.numpy() + 1))
 
     def _key_pressure(self, rng: np.random.Generator, part: Batch, pressure: float) -> list[Any]:
         """Hooks that boost random keys, drawn anew for each layer and sequence."""
@@ -213,7 +235,7 @@ class Trainer:
             with safe_open(path, framework="pt") as file:
                 about = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            found = Recipe.model_validate_json(about["recipe"]), int(about["seed"]), about["precision"]
+            found = type(self.recipe).model_validate_json(about["recipe"]), int(about["seed"]), about["precision"]
             if found != (self.recipe, self.seed, self.precision):
                 raise CheckpointError(
                     f"{self.folder} holds an unfinished {found[0].name}, {found[0].steps} steps, seed {found[1]}, "
@@ -249,18 +271,21 @@ class Trainer:
             raise ValueError("its optimizer state is not that of this model")
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
-    def _record(self) -> TrainingRecord:
-        return TrainingRecord(
-            recipe=self.recipe,
-            seed=self.seed,
-            step=self.step,
-            precision=self.precision,
-            threads=torch.get_num_threads(),
-            seconds=round(self.seconds, 1),
-            versions={"python": platform.python_version(), "torch": torch.__version__, "leaksum": source_version()},
-            commit=self.commit,
-            curve=tuple(self.curve),
-        )
+    def _record(self) -> Any:
+        return TrainingRecord(recipe=self.recipe, **self._about())
+
+    def _about(self) -> dict[str, Any]:
+        """What a record says beside the recipe."""
+        return {
+            "seed": self.seed,
+            "step": self.step,
+            "precision": self.precision,
+            "threads": torch.get_num_threads(),
+            "seconds": round(self.seconds, 1),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "leaksum": source_version()},
+            "commit": self.commit,
+            "curve": tuple(self.curve),
+        }
 
 
 def in_distribution_accuracy(model: HookedAdder, seed: int) -> float:
@@ -302,7 +327,7 @@ def ramp(done: float, between: tuple[float, float]) -> float:
     return 0.0 if done <= start else (done - start) / (full - start)
 
 
-def schedule(step: int, recipe: Recipe) -> float:
+def schedule(step: int, recipe: Recipe | MachineRecipe) -> float:
     """The learning rate at ``step`` as a share of its peak: linear warm-up, then a cosine to 0, or held and cooled."""
     warm = min(1.0, (step + 1) / recipe.warmup) if recipe.warmup else 1.0
     if recipe.cooldown is None:
@@ -325,7 +350,7 @@ def _optimizer(model: HookedAdder, recipe: Recipe) -> torch.optim.AdamW:
 
 
 def _decays(name: str) -> bool:
-    return ".W_" in name and not name.endswith("W_E")
+    return ".W_" in name and not name.endswith(("W_E", "W_pos"))
 
 
 def _tokens_needed(problem: Problem) -> int:

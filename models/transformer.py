@@ -27,7 +27,7 @@ from models.addition import AdditionTask, Problem, parse_problem
 from models.attention import Attention, Blocks, Geometry, KeyValueCache
 from models.config import AdderConfig
 from models.counters import Counters
-from models.positions import SCHEMES, coordinates
+from models.positions import SCHEMES, Bias, Coordinates, coordinates
 
 UNBOUNDED = 2**31 - 1  # no scheme here has a largest position
 
@@ -66,6 +66,15 @@ class Embed(nn.Module):
 
     def forward(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
         return nn.functional.embedding(tokens, self.W_E)
+
+
+class PosEmbed(nn.Module):
+    def __init__(self, positions: int, d_model: int):
+        super().__init__()
+        self.W_pos = nn.Parameter(torch.empty(positions, d_model))
+
+    def forward(self, ids: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
+        return nn.functional.embedding(ids, self.W_pos)
 
 
 class Unembed(nn.Module):
@@ -124,6 +133,9 @@ class HookedAdder(HookedRootModule):
         )
         self.scheme = SCHEMES[config.attention.scheme](config.attention, config.d_head)
         self.embed, self.hook_embed = Embed(vocab.size, config.d_model), HookPoint()
+        if config.attention.scheme == "coupling":
+            self.pos_embed = PosEmbed(config.attention.coupled_positions, config.d_model)
+            self.hook_pos_embed = HookPoint()
         self.blocks: Any = nn.ModuleList(Block(config, layer, self.cfg.eps) for layer in range(config.n_layers))
         self.ln_final = RMSNorm(self.cfg.eps)
         self.unembed = Unembed(config.d_model, vocab.size)
@@ -135,14 +147,14 @@ class HookedAdder(HookedRootModule):
         shrink = (2 * self.config.n_layers) ** -0.5  # keeps the residual stream's size at init independent of depth
         for name, weight in self.named_parameters():
             kind = name.rsplit(".", 1)[-1]
-            if kind in ("W_E", "null_key"):
+            if kind in ("W_E", "W_pos", "null_key"):
                 nn.init.normal_(weight, std=1.0, generator=rng)
             elif kind.startswith("W_"):
                 fan_in = weight.shape[0] * weight.shape[1] if kind == "W_O" else weight.shape[-2]
                 scale = shrink if kind in ("W_O", "W_out") else 1.0
                 nn.init.normal_(weight, std=scale * fan_in**-0.5, generator=rng)
         for module in self.modules():
-            if isinstance(module, Counters):
+            if isinstance(module, Counters | Bias):
                 module.initialise(rng)
 
     def forward(
@@ -152,6 +164,7 @@ class HookedAdder(HookedRootModule):
         *,
         return_type: Literal["logits", "loss"] | None = "logits",
         sink_boost: Float[Tensor, "batch"] | float | None = None,
+        first_id: Int[Tensor, "batch"] | int = 0,
         blocks: Blocks | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor | None:
@@ -161,11 +174,13 @@ class HookedAdder(HookedRootModule):
             input: token ids, or problems as text (see :meth:`to_tokens`).
             attention_mask: true on real tokens; by default everything but ``<pad>``.
             sink_boost: added to every sink score, one number or one per sequence; by default the configuration's.
+            first_id: of position coupling, the id at which each sequence starts (other schemes have none).
             blocks: run in blocks of queries, so that nothing of size pos x pos is held; see :class:`Blocks`.
             cache: keys and values of earlier tokens; only tokens past its length are run, and logits are theirs.
 
         Raises:
             ValueError: token ids out of range, a mask of another shape, or a boost without a sink.
+            PositionError: position coupling has no id for a number as long as this.
         """
         tokens = self.to_tokens(input)
         mask = tokens != self.task.vocabulary.pad if attention_mask is None else attention_mask.bool()
@@ -181,8 +196,7 @@ class HookedAdder(HookedRootModule):
         if (boost.ndim and boost.shape != tokens.shape[:1]) or not torch.isfinite(boost).all():
             raise ValueError(f"sink_boost must be one finite number, or one a sequence, got shape {tuple(boost.shape)}")
         start = cache.length if cache is not None else 0
-        vocab = self.task.vocabulary
-        at = coordinates(tokens, mask, (vocab.plus, vocab.equals), self.config.attention.separator_column)
+        at = self.coordinates(tokens, mask)
         geometry = Geometry(
             self.scheme,
             at,
@@ -194,6 +208,9 @@ class HookedAdder(HookedRootModule):
             poolable=self.config.attention.normalizer == "softmax" and not self.config.attention.scalable,
         )
         x = self.hook_embed(self.embed(tokens[:, start:]))
+        ids = self.scheme.ids(at, first_id)
+        if ids is not None:
+            x = x + self.hook_pos_embed(self.pos_embed(ids[:, start:]))
         for block in self.blocks:
             x = block(x, geometry, sink_boost, cache)
         if cache is not None:
@@ -206,6 +223,11 @@ class HookedAdder(HookedRootModule):
         if return_type == "loss":
             return self.loss(logits, tokens, mask)
         raise ValueError(f"return_type must be 'logits', 'loss' or None, got {return_type!r}")
+
+    def coordinates(self, tokens: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"]) -> Coordinates:
+        """Where every token stands."""
+        vocab = self.task.vocabulary
+        return coordinates(tokens, mask, (vocab.plus, vocab.equals), self.config.attention.separator_column)
 
     def loss(self, logits: Tensor, tokens: Tensor, mask: Tensor) -> Float[Tensor, ""]:
         """Mean cross-entropy, in nats, over the decisions: the tokens after ``=``."""
@@ -332,6 +354,10 @@ class HookedAdder(HookedRootModule):
     @property
     def W_E(self) -> Float[Tensor, "d_vocab d_model"]:
         return self.embed.W_E
+
+    @property
+    def W_pos(self) -> Float[Tensor, "position d_model"]:
+        return self.pos_embed.W_pos
 
     @property
     def W_U(self) -> Float[Tensor, "d_model d_vocab"]:

@@ -16,6 +16,8 @@ def stirred(model: HookedAdder, scale: float = 1.5) -> HookedAdder:
                 weight.mul_(scale)
             if name.rsplit(".", 1)[-1] in ("sink", "b_in", "b_out", "b_U"):
                 weight.copy_(torch.randn(weight.shape, generator=rng))
+            if ".bias." in name:
+                weight.add_(0.3 * torch.randn(weight.shape, generator=rng))
             if ".counters." in name:
                 weight.copy_(torch.randn(weight.shape, generator=rng) - (1.5 if "reset" in name else 0))
     return model.eval()

@@ -90,7 +90,7 @@ def edit_weights(folder: Path, edit) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters"])
+@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters", "alibi", "fire", "cope", "coupling"])
 @pytest.mark.parametrize("sink", [True, False])
 def test_a_checkpoint_gives_the_same_logits_to_the_bit(make_adder, record, tmp_path, scheme, sink):
     model = make_adder(scheme, sink)
@@ -206,7 +206,7 @@ def test_foreign_weights_are_refused(folder, originals):
         ("format", 2, "format must be 1, got 2"),
         ("format", None, "got None"),
         ("format", "1", "got '1'"),
-        ("model__attention__scheme", "alibi", "scheme"),
+        ("model__attention__scheme", "t5", "scheme"),
         ("model__attention__scheme", "<img src=x>\nsecond line", "scheme"),
         ("model__attention__decay", -1, "decay"),
         ("model__attention__decay", float("nan"), "decay"),
@@ -325,7 +325,7 @@ attention = st.builds(
         exact_counters=exact if scheme == "counters" else 0,
         kernel_beyond=beyond,
     ),
-    st.sampled_from(["rotary2d", "rotary", "none", "counters"]),
+    st.sampled_from(["rotary2d", "rotary", "none", "counters", "alibi", "fire", "cope", "coupling"]),
     st.floats(0, 5),
     st.booleans(),
     st.floats(-20, 20),

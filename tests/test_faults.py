@@ -78,7 +78,7 @@ def test_a_run_killed_just_when_it_was_done_leaves_nothing(tmp_path):
 @st.composite
 def recipes(draw) -> Recipe:
     """Small recipes of every scheme, most fields at random."""
-    scheme = draw(st.sampled_from(["rotary2d", "rotary", "none", "counters"]))
+    scheme = draw(st.sampled_from(["rotary2d", "rotary", "none", "counters", "alibi", "fire", "cope", "coupling"]))
     sink = draw(st.booleans())
     counting = scheme == "counters"
     attention = AttentionConfig(

@@ -156,7 +156,7 @@ def boost_of(problem, factor=1):
 # No-ops
 
 
-@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters"])
+@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters", "alibi", "fire", "cope", "coupling"])
 def test_a_window_as_long_as_the_sequence_changes_no_bit(scheme):
     model = adder(scheme)
     longest = max(len(layout(problem)) for problem in PROBLEMS)
@@ -170,7 +170,7 @@ def test_a_window_as_long_as_the_sequence_changes_no_bit(scheme):
 @pytest.mark.parametrize(
     "name", ["sink-boost=2log", "temperature=yarn", *(name for kind, name in EXAMPLES.items() if kind not in NARROW)]
 )
-@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters"])
+@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters", "alibi", "fire", "cope", "coupling"])
 def test_patches_change_no_bit_at_training_lengths(scheme, name):
     model = adder(scheme)
     trained = ((999, 999), (1, 999), (42, 7), (0, 0))
@@ -188,7 +188,7 @@ def test_a_boost_of_zero_changes_nothing():
 # Removing keys
 
 
-@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters"])
+@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters", "alibi", "fire", "cope", "coupling"])
 @pytest.mark.parametrize("sink", [True, False])
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("name", ["far", "window=2"])
@@ -224,7 +224,7 @@ def test_far_removes_exactly_the_far_keys(monkeypatch, scheme, block):
     assert far_keys(model, PROBLEMS[0]).any()
 
 
-@pytest.mark.parametrize("scheme", ["rotary", "none"])
+@pytest.mark.parametrize("scheme", ["rotary", "none", "alibi"])
 @pytest.mark.parametrize("window", [1, 4, 11])
 def test_a_window_is_a_truncated_input(scheme, window):
     model = adder(scheme, n_layers=1)
@@ -253,7 +253,7 @@ def controlled(model, problems, seed=0):
     return out
 
 
-@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters"])
+@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters", "alibi", "fire", "cope", "coupling"])
 def test_streaming_attention_keeps_the_first_keys_and_the_last(scheme):
     model = adder(scheme, sink=False)
     (pattern,) = observe(model, PROBLEMS[:1], interventions("first-and-window=1,3"))
@@ -264,7 +264,7 @@ def test_streaming_attention_keeps_the_first_keys_and_the_last(scheme):
         assert pattern[:, :, query].sum(-1) == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters"])
+@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters", "alibi", "fire", "cope", "coupling"])
 def test_keep_near_is_far_without_the_separators(scheme):
     model = adder(scheme)
     far, near = (observe(model, PROBLEMS, interventions(name)) for name in ("far", "keep-near"))
@@ -680,7 +680,7 @@ def test_restored_distances_act_in_their_heads_alone():
         assert abs(here[0, 1] - before[0, 1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters"])
+@pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters", "alibi", "fire", "cope", "coupling"])
 @pytest.mark.parametrize("most", [1, 4, 1000])
 def test_as_many_keys_as_in_training_are_the_nearest(scheme, most):
     model = adder(scheme, sink=False)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from models.attention import Blocks, KeyValueCache
 from models.normalizers import softmax
 
-SCHEMES = pytest.mark.parametrize("scheme", ["rotary2d", "rotary", "none", "counters"])
+NAMES = ["rotary2d", "rotary", "none", "counters", "alibi", "fire", "cope", "coupling"]
+SCHEMES = pytest.mark.parametrize("scheme", NAMES)
 SINKS = pytest.mark.parametrize("sink", [True, False], ids=["sink", "no-sink"])
 SCORES, PATTERN, SINK = (f"blocks.1.attn.hook_{name}" for name in ("attn_scores", "pattern", "sink_scores"))
 HOOKS = [
@@ -59,6 +60,9 @@ def slow_forward(model, tokens, row, column):
     weights = {name: weight.double().numpy() for name, weight in model.state_dict().items()}
     attention, d_head = model.config.attention, model.config.d_head
     x = weights["embed.W_E"][tokens]
+    if attention.scheme == "coupling":
+        ids = [0 if token in (10, 11) else c + 1 for token, c in zip(tokens, column, strict=True)]
+        x = x + weights["pos_embed.W_pos"][ids]
     scores, shares = [], []
     for layer in range(model.config.n_layers):
         w = {name.removeprefix(f"blocks.{layer}."): value for name, value in weights.items()}
@@ -68,18 +72,23 @@ def slow_forward(model, tokens, row, column):
         out = np.zeros_like(x)
         for head in range(model.config.n_heads):
             q, k, v = (normed @ w[f"attn.W_{name}"][head] for name in "QKV")
-            added = slow_counters(normed, w, head) if attention.scheme == "counters" else np.zeros([len(tokens)] * 2)
+            added = np.zeros([len(tokens)] * 2)
+            if attention.scheme == "counters":
+                added = slow_counters(normed, w, head)
+            elif attention.scheme in SLOW_BIASES:
+                biased = SLOW_BIASES[attention.scheme]
+                for i in range(len(tokens)):
+                    for j in range(i + 1):
+                        added[i, j] = biased(model.config, w, head, i, j, q[i] / math.sqrt(d_head), k)
             for i in range(len(tokens)):
                 for j in range(i + 1):
                     gaps = {
-                        "none": np.zeros(d_head // 2),
-                        "counters": np.zeros(d_head // 2),
                         "rotary": (i - j) * attention.rotary_base ** (-np.arange(d_head // 2) / (d_head // 2)),
                         "rotary2d": np.outer(
                             [row[i] - row[j], column[i] - column[j]],
                             attention.rotary_base ** (-np.arange(d_head // 4) / (d_head // 4)),
                         ).ravel(),
-                    }[attention.scheme]
+                    }.get(attention.scheme, np.zeros(d_head // 2))
                     as_complex = [u[: d_head // 2] + 1j * u[d_head // 2 :] for u in (q[i], k[j])]
                     product = (as_complex[0] * as_complex[1].conj() * np.exp(1j * gaps)).sum().real
                     fade = math.exp(-attention.decay * abs(column[i] - column[j]))
@@ -116,6 +125,31 @@ def slow_counters(normed, w, head):
         inside = np.interp(apart, np.arange(-8, 9), kernel)  # constant beyond
         added += inside - np.log1p(np.exp(fall)) * np.maximum(abs(apart) - 8, 0)
     return added
+
+
+def slow_alibi(config, w, head, i, j, q, k):
+    return -(i - j) * 2.0 ** (-8 * (head + 1) / config.n_heads)
+
+
+def slow_fire(config, w, head, i, j, q, k):
+    """The distance between logarithms, then an MLP unit by unit."""
+    c, longest = abs(w["attn.bias.c"]), abs(w["attn.bias.threshold"]) * config.task.max_keys
+    x = math.log(c * (i - j) + 1) / math.log(c * max(longest, i) + 1)
+    units = zip(
+        *(w[f"attn.bias.{name}"] for name in ("weight", "offset")), w["attn.bias.out_weight"][head], strict=True
+    )
+    return sum(out * max(0.0, weight * x + offset) for weight, offset, out in units) + w["attn.bias.out_offset"][head]
+
+
+def slow_cope(config, w, head, i, j, q, k):
+    """A sum of gates, key by key, and the table between two whole positions."""
+    table = w["attn.bias.embedding"]
+    position = min(sum(1 / (1 + math.exp(-q @ k[m])) for m in range(j, i + 1)), len(table) - 1)
+    low, high = math.floor(position), math.ceil(position)
+    return q @ table[low] * (1 - (position - low)) + q @ table[high] * (position - low)
+
+
+SLOW_BIASES = {"alibi": slow_alibi, "fire": slow_fire, "cope": slow_cope}
 
 
 @SCHEMES
