@@ -152,7 +152,7 @@ RECIPES: dict[str, Recipe] = {
             ),
             batch=128,
             micro_batches=8,
-            steps=3000,
+            steps=6000,
         ),
         _one_digit(
             "1digit-nope",
