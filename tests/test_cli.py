@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,21 +28,6 @@ SCORE_KEYS = [
     *("checkpoint", "digits", "problems", "decisions", "wrong", "exact", "exact_low", "exact_high"),
     *("first_wrong_column", "by_state", "eos", "by_column", "run"),
 ]  # INTERFACE.md, `score`
-
-
-@pytest.fixture
-def leaksum(capsys):
-    """Runs the command in this process; gives its exit status, standard output and standard error."""
-    threads = torch.get_num_threads()
-
-    def run(*arguments) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            cli.main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return stop.value.code, out, err
-
-    yield run
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
