@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from interp.decisions import Score, score
 from interp.interventions import Edit, InterventionError
 from models.addition import handmade_problems
-from models.checkpoint import MachineRecord, TrainingRecord, holds_machine, load_any, load_machine_record, load_record
+from models.checkpoint import MachineRecord, TrainingRecord, load_any, load_any_record
 from models.config import InputError
 from models.positions import PositionError
 from models.transformer import HookedAdder
@@ -69,10 +69,7 @@ def compare(
     Raises:
         CheckpointError: a checkpoint that cannot be loaded; all are loaded before anything is run.
     """
-    loaded = [
-        (str(path), load_any(path), load_machine_record(path) if holds_machine(path) else load_record(path))
-        for path in checkpoints
-    ]
+    loaded = [(str(path), load_any(path), load_any_record(path)) for path in checkpoints]
     if handmade and not all(isinstance(model, HookedAdder) for _, model, _ in loaded):
         raise InputError("the hand-made problems are decimal sums; leave machines out, or --handmade")
     cells: list[Comparison] = []

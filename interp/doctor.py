@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
-from models.checkpoint import CheckpointError, TrainingRecord, load_checkpoint, load_record
-from models.training import PROBE_PROBLEMS, in_distribution_accuracy
+from models.checkpoint import CheckpointError, MachineRecord, TrainingRecord, load_any, load_any_record
+from models.location import Machine
+from models.machine_training import in_distribution_accuracy as machine_accuracy
+from models.training import in_distribution_accuracy
 from models.transformer import HookedAdder
 
+PARTS = ("task", "attention")  # of an adder's configuration
 FILES = ("config.json", "model.safetensors", "training.json")
 MOST_OFF = 0.01  # of the recorded accuracy: other processors and versions round otherwise, and flip a close decision
 
@@ -33,14 +37,14 @@ def examine(folder: str | Path) -> tuple[Check, ...]:
     """
     folder = Path(folder)
     if not (folder / "config.json").exists() and not (folder / "training.json").exists():
-        load_checkpoint(folder)  # says what is there instead
+        load_any(folder)  # says what is there instead
     return tuple(_checks(folder))
 
 
 def _checks(folder: Path) -> Iterator[Check]:
-    model: HookedAdder | None = None
+    model: HookedAdder | Machine | None = None
     try:
-        model = load_checkpoint(folder)
+        model = load_any(folder)
     except CheckpointError as error:
         yield Check("weights", False, str(error))
     else:
@@ -51,7 +55,7 @@ def _checks(folder: Path) -> Iterator[Check]:
     others = sorted(path.name for path in folder.iterdir() if path.name.startswith((".", "resume.")))
     yield Check("files", None if others else True, f"also {', '.join(others)[:120]}" if others else "no leftovers")
     try:
-        record = load_record(folder)
+        record = load_any_record(folder)
     except CheckpointError as error:
         yield Check("record", False, str(error))
         return
@@ -60,17 +64,15 @@ def _checks(folder: Path) -> Iterator[Check]:
         yield _accuracy(record, model)
 
 
-def _record(record: TrainingRecord, model: HookedAdder | None) -> Iterator[Check]:
+def _record(record: TrainingRecord | MachineRecord, model: HookedAdder | Machine | None) -> Iterator[Check]:
     if model is not None and record.recipe.model != model.config:
+        parts: list[tuple[str, Any, Any]] = [("", record.recipe.model, model.config)]
+        parts += [(part, getattr(parts[0][1], part, None), getattr(parts[0][2], part, None)) for part in PARTS]
         differ = [
             f"{part}.{name}" if part else name
-            for part, ours, theirs in (
-                ("", record.recipe.model, model.config),
-                ("task", record.recipe.model.task, model.config.task),
-                ("attention", record.recipe.model.attention, model.config.attention),
-            )
-            for name in type(ours).model_fields
-            if name not in ("task", "attention") and getattr(ours, name) != getattr(theirs, name)
+            for part, ours, theirs in parts
+            for name in getattr(type(ours), "model_fields", ())
+            if name not in PARTS and getattr(ours, name) != getattr(theirs, name, None)
         ]
         yield Check("recipe", False, f"config.json is not the recipe's model: {', '.join(differ)} differ")
     else:
@@ -85,9 +87,10 @@ def _record(record: TrainingRecord, model: HookedAdder | None) -> Iterator[Check
     yield Check("source", True if clean else None, record.commit or "revision not recorded")
 
 
-def _accuracy(record: TrainingRecord, model: HookedAdder) -> Check:
-    now, then = in_distribution_accuracy(model, record.seed), record.curve[-1].exact
-    found = f"{now:.4f} of {PROBE_PROBLEMS} problems as in training are exact, {then:.4f} recorded"
+def _accuracy(record: TrainingRecord | MachineRecord, model: HookedAdder | Machine) -> Check:
+    measure: Any = in_distribution_accuracy if isinstance(model, HookedAdder) else machine_accuracy
+    now, then = measure(model, record.seed), record.curve[-1].exact
+    found = f"{now:.4f} of problems drawn as in training are exact, {then:.4f} recorded"
     return Check("accuracy", abs(now - then) <= MOST_OFF, found)
 
 

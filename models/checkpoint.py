@@ -127,6 +127,8 @@ def load_machine(folder: str | Path) -> Machine:
     """The machine of a checkpoint directory, in evaluation mode. Raises :class:`CheckpointError`."""
     folder = Path(folder)
     path = folder / "config.json"
+    if not holds_machine(folder):
+        raise CheckpointError(f"{folder}: an adder, no machine that addresses by location; take one of those")
     config = _validated(_MachineFile, _configuration(path), path).model
     if config.weights > _MOST_WEIGHTS:
         raise CheckpointError(f"{path}: asks for {config.weights:.1e} weights, more than are loaded")
@@ -209,6 +211,15 @@ def load_record(folder: str | Path) -> TrainingRecord:
     """How the checkpoint was trained. Raises :class:`CheckpointError`."""
     path = Path(folder) / "training.json"
     return _validated(TrainingRecord, _read_json(path), path)
+
+
+def load_any_record(folder: str | Path) -> TrainingRecord | MachineRecord:
+    """How a checkpoint was trained, whatever its kind. Raises :class:`CheckpointError`."""
+    recipe = _read_json(Path(folder) / "training.json")
+    inner = recipe.get("recipe") if isinstance(recipe, dict) else None
+    model = inner.get("model") if isinstance(inner, dict) else None
+    of_machine = isinstance(model, dict) and "machine" in model
+    return load_machine_record(folder) if of_machine else load_record(folder)
 
 
 def load_machine_record(folder: str | Path) -> MachineRecord:

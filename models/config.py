@@ -211,8 +211,8 @@ class TuringConfig(MachineConfig):
 
     @model_validator(mode="after")
     def _fits(self) -> TuringConfig:
-        if self.cells < self.max_length:
-            raise ValueError(f"cells must hold max_length={self.max_length} symbols, got {self.cells}")
+        if self.cells < 2 * self.max_length:
+            raise ValueError(f"cells must be at least twice max_length={self.max_length}, got {self.cells}")
         return self
 
     @property

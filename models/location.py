@@ -251,12 +251,13 @@ class TuringMachine(HookedRootModule):
         """Logits of the bits of every symbol of the copy.
 
         Args:
-            cells: of the tape; by default those of training, or as many as there are symbols if that is more.
+            cells: of the tape; by default those of training, or twice as many as there are symbols if that is more:
+                the tape is a ring, and training never wrote all round it.
         """
         inputs = batch.inputs
         n, steps = inputs.shape[:2]
         length = batch.symbols.shape[1]
-        cells = max(self.config.cells, length) if cells is None else cells
+        cells = max(self.config.cells, 2 * length) if cells is None else cells
         tape = torch.full((n, cells, self.config.width), 1e-6)
         at = {
             head: nn.functional.one_hot(torch.zeros(n, dtype=torch.long), cells).float() for head in ("read", "write")

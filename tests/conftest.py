@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 from stirred import stirred
 
+from interp import cli
 from models.config import AdderConfig, AttentionConfig, TaskConfig
 from models.transformer import HookedAdder
 
@@ -53,3 +54,18 @@ def adder(make_adder) -> HookedAdder:
 @pytest.fixture(scope="session")
 def batch(adder):
     return adder.task.encode(PROBLEMS)
+
+
+@pytest.fixture
+def leaksum(capsys):
+    """Runs the command in this process; gives its exit status, standard output and standard error."""
+    threads = torch.get_num_threads()
+
+    def run(*arguments) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            cli.main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return stop.value.code, out, err
+
+    yield run
+    torch.set_num_threads(threads)

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +19,7 @@ from interp.decisions import score
 from interp.interventions import NAMES, parse_intervention
 from models.addition import handmade_problems
 from models.checkpoint import load_checkpoint
-from models.recipes import LANGUAGE_RECIPES, RECIPES
+from models.recipes import LANGUAGE_RECIPES, MACHINE_RECIPES, RECIPES
 
 ROOT = Path(__file__).parents[1]
 FIXTURE = ROOT / "fixtures" / "1digit-rotary2d-pressure-seed0"
@@ -29,21 +28,6 @@ SCORE_KEYS = [
     *("checkpoint", "digits", "problems", "decisions", "wrong", "exact", "exact_low", "exact_high"),
     *("first_wrong_column", "by_state", "eos", "by_column", "run"),
 ]  # INTERFACE.md, `score`
-
-
-@pytest.fixture
-def leaksum(capsys):
-    """Runs the command in this process; gives its exit status, standard output and standard error."""
-    threads = torch.get_num_threads()
-
-    def run(*arguments) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            cli.main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return stop.value.code, out, err
-
-    yield run
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -109,7 +93,7 @@ def test_compare_takes_the_handmade_problems(leaksum):
 def test_recipes_are_listed(leaksum):
     code, out, err = leaksum("recipes", "--json")
     assert (code, err) == (0, "")
-    assert [row["name"] for row in json.loads(out)["recipes"]] == [*RECIPES, *LANGUAGE_RECIPES]
+    assert [row["name"] for row in json.loads(out)["recipes"]] == [*RECIPES, *MACHINE_RECIPES, *LANGUAGE_RECIPES]
     code, out, err = leaksum("recipes")
     assert code == 0
     assert all(name in out for name in RECIPES)
@@ -401,7 +385,7 @@ def test_an_interrupted_command_exits_130(leaksum, monkeypatch, json_flag):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_load", interrupt)
-    code, out, err = leaksum("score", FIXTURE, *json_flag)
+    code, out, err = leaksum("shares", FIXTURE, *json_flag)
     assert (code, out) == (130, "")
     assert err in ("", "leaksum: interrupted\n")
 
@@ -422,7 +406,7 @@ def test_a_defect_is_not_passed_off_as_bad_input(monkeypatch):
 
     monkeypatch.setattr(cli, "_load", fail)
     with pytest.raises(ValueError, match="a defect of ours"):
-        cli.main(["score", HERE])
+        cli.main(["shares", HERE])
 
 
 def test_no_command_shows_the_help(leaksum):

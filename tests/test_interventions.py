@@ -688,7 +688,7 @@ def test_as_many_keys_as_in_training_are_the_nearest(scheme, most):
         batch = model.task.encode([problem])
         vocab = model.task.vocabulary
         separator = ((batch.tokens == vocab.plus) | (batch.tokens == vocab.equals))[0].numpy()
-        at = batch.column[0].numpy() if scheme in ("rotary2d", "counters") else np.arange(len(separator))
+        at = batch.column[0].numpy() if model.config.attention.unit == "columns" else np.arange(len(separator))
         for query in range(len(separator)):
             distance = {k: abs(int(at[query] - at[k])) for k in range(query + 1) if not separator[k]}
             ranked = sorted(distance.values())
