@@ -87,9 +87,12 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a recipe. Resumable after a kill at any moment, to the same weights."""
-    from models.recipes import LANGUAGE_RECIPES, keeping, named_recipe, trainable_recipe
+    from models.config import InputError
+    from models.recipes import LANGUAGE_RECIPES, MACHINE_RECIPES, keeping, named_recipe, trainable_recipe
 
-    if recipe in LANGUAGE_RECIPES and keep_every is None:
+    if keep_every is not None and recipe in {**LANGUAGE_RECIPES, **MACHINE_RECIPES}:
+        raise InputError(f"{recipe} keeps no checkpoints on the way; leave out --keep-every")
+    if recipe in LANGUAGE_RECIPES:
         _train_language_model(recipe, out, steps, resume, seed, threads, as_json)
         return
     chosen = trainable_recipe(recipe, steps) if keep_every is None else keeping(named_recipe(recipe, steps), keep_every)
@@ -732,19 +735,19 @@ def during(
     payload = {"checkpoint": str(checkpoint), **found.to_json(), "run": _simple_run(seed)}
 
     def show(console: Console) -> None:
-        frame = found.to_frame()
-        rows = []
-        for moment in payload["steps"]:
-            row = {k: v for k, v in moment.items() if v is not None}
+        console.print(f"problems exact at {length} digits, and in training lengths")
+        _table(console, [{k: v for k, v in row.items() if v is not None} for row in payload["steps"]])
+        frame = found.to_frame().query("present")
+        for value in ("gap", "sink_score", "leak"):
+            console.print(
+                f"\n{value.replace('_', ' ')}, median over queries, in the head that performs each lookup in the end"
+            )
+            rows: dict[int, dict[str, Any]] = {moment.step: {"step": moment.step} for moment in found.moments}
             for lookup, (layer, head) in found.heads().items():
-                here = frame.query(
-                    "step == @moment['step'] and lookup == @lookup and layer == @layer and head == @head and present"
-                )
-                row[f"gap, {lookup} {layer}.{head}"] = float(here["gap"].iloc[0])
-                row[f"leak, {lookup}"] = float(here["leak"].iloc[0])
-            rows.append(row)
-        console.print(f"at {length} digits; medians over queries, in the head that performs each lookup in the end")
-        _table(console, rows)
+                mine = frame.query("lookup == @lookup and layer == @layer and head == @head")
+                for step, number in zip(mine["step"], mine[value], strict=True):
+                    rows[step][f"{lookup} {layer}.{head}"] = float(number)
+            _table(console, list(rows.values()))
 
     _emit(payload, as_json, show)
 

@@ -78,7 +78,11 @@ def _record(record: TrainingRecord | MachineRecord, model: HookedAdder | Machine
     else:
         yield Check("recipe", True, f"{record.recipe.name}, seed {record.seed}")
     whole = record.step == record.recipe.steps and bool(record.curve) and record.curve[-1].step == record.step
-    yield Check("steps", whole, f"{record.step} of {record.recipe.steps}, {len(record.curve)} points in the curve")
+    every = getattr(record.recipe, "keep_every", None)
+    if every is not None and 0 < record.step < record.recipe.steps and record.step % every == 0:
+        yield Check("steps", True, f"{record.step} of {record.recipe.steps}, kept on the way")
+    else:
+        yield Check("steps", whole, f"{record.step} of {record.recipe.steps}, {len(record.curve)} points in the curve")
     versions = ", ".join(f"{name} {number}" for name, number in sorted(record.versions.items()))
     yield Check(
         "trained with", None, f"{versions}, {record.precision}, {record.threads} threads, {record.seconds:.0f} s"

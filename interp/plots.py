@@ -664,8 +664,8 @@ def kernels_figure(model: HookedAdder) -> go.Figure:
 
 def during_figure(found: During) -> go.Figure:
     """A run as it went: problems exact, and of the head that performs each lookup in the end the gap, the sink's score
-    and the leak (medians over queries), against the training step. Dashed: the logarithm of the keys a query sees, which
-    the gap has to exceed."""
+    and the leak (medians over queries), against the training step. Dashed: the logarithm of the keys a query sees,
+    which the gap has to exceed."""
     steps = [moment.step for moment in found.moments]
     panels = ("problems exact", "gap (nats)", "sink score (nats)", "leak")
     figure = make_subplots(rows=4, cols=1, shared_xaxes=True, vertical_spacing=0.035)
@@ -700,11 +700,19 @@ def during_figure(found: During) -> go.Figure:
     keys = float(np.log(frame["keys"].mean()))
     figure.add_hline(y=keys, line={"color": GREY, "dash": "dash", "width": 1}, row=2, col=1)
     figure.add_annotation(
-        x=steps[-1], y=keys, text="ln of the keys seen", showarrow=False, xanchor="right", yanchor="bottom", row=2, col=1
+        x=steps[-1],
+        y=keys,
+        text="ln of the keys seen",
+        showarrow=False,
+        xanchor="right",
+        yanchor="bottom",
+        row=2,
+        col=1,
     )
     for row, name in enumerate(panels, start=1):
         figure.update_yaxes(title=name, row=row, col=1)
     figure.update_yaxes(range=[-0.03, 1.03], row=1, col=1)
+    figure.update_yaxes(exponentformat="none", row=3, col=1)
     figure.update_yaxes(type="log", exponentformat="power", row=4, col=1)
     figure.update_xaxes(title="training step", row=4, col=1)
     return figure
