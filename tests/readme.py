@@ -78,7 +78,7 @@ def draw(found: dict[str, list[Comparison]]) -> None:
 
 
 def _cell(cell: Comparison) -> str:
-    return f"{cell.score.exact:.2f}" if cell.score else "–"
+    return f"{cell.score.exact:.2f}" if cell.score else "-"
 
 
 def main(which: Sequence[str]) -> None:
