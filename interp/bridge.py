@@ -8,6 +8,7 @@ weights to those who watch; nothing of size length x length is held. A model is 
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import math
@@ -32,7 +33,7 @@ BLOCKS = (64, 32, 16)  # queries, the most whose scores take no more than this
 BLOCK_BYTES = 2**23
 KEYS = 512  # a block's keys end at a multiple, the last ones masked: blocks of few sizes leave no holes in memory
 TOLERANCE = 1e-4  # of logits, as a share of their range, between our attention and the model's own
-TEST_TOKENS = 24
+TEST_TOKENS, TEST_HEADS = 24, 8
 _MOST = {  # of sizes in a configuration; larger ones are a mistake, or fit nowhere
     "num_hidden_layers": 1000,
     "num_attention_heads": 10_000,
@@ -80,6 +81,7 @@ class _Session:
     block: int
     edits: Sequence[Edit] = ()
     watches: Sequence[Watch] = ()
+    padded: bool = True
     layers: dict[int, int] = field(default_factory=dict)  # attention modules, by identity, in the order of their calls
 
 
@@ -132,10 +134,13 @@ class LanguageModel:
         edits: Sequence[Edit] = (),
         watches: Sequence[Watch] = (),
         block: int | None = None,
+        asked: Int[Tensor, "asked"] | None = None,
     ) -> Float[Tensor, "batch pos d_vocab"]:
         """Logits, in blocks of queries, under edits and before watchers.
 
-        Padding is said by the mask alone, on either side; positions are counted over real tokens.
+        Padding is said by the mask alone, on either side; positions are counted over real tokens. With ``asked``, the
+        logits at these indices alone, ``[batch, asked, d_vocab]``: those of all take more memory than the rest where
+        the vocabulary is large.
 
         Raises:
             InputError: ids or a mask that do not fit, or more positions than the model has.
@@ -146,7 +151,10 @@ class LanguageModel:
         if block is None:
             size = tokens.numel() * self.n_heads * 4  # bytes of one query's scores
             block = next((b for b in BLOCKS if b * size <= BLOCK_BYTES), BLOCKS[-1])
-        token = _SESSION.set(_Session(mask, block, edits, watches))
+        few: dict[str, Any] = {}
+        if asked is not None and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            few["logits_to_keep"] = asked
+        token = _SESSION.set(_Session(mask, block, edits, watches, padded=not bool(mask.all())))
         try:
             with torch.no_grad(), _evaluating(self.model), attention(self.model, NAME):
                 out = self.model(
@@ -155,10 +163,11 @@ class LanguageModel:
                     position_ids=positions,
                     use_cache=False,
                     return_dict=True,
+                    **few,
                 )
         finally:
             _SESSION.reset(token)
-        return out.logits
+        return out.logits if few or asked is None else out.logits[:, asked]
 
     def _check(self, tokens: Tensor, mask: Tensor) -> None:
         if tokens.ndim != 2 or not tokens.numel() or tokens.dtype not in (torch.int64, torch.int32):
@@ -344,7 +353,9 @@ def _attend(
             allowed &= apart < sliding_window
         seen = (allowed & session.mask[:, None, keys] & session.mask[:, queries, None])[:, None]
         block = Block(layer, queries, keys, position[:, queries], position[:, keys], seen, sliding_window)
-        scores = scores.masked_fill_(~seen, -torch.inf)
+        plain = sliding_window is None and not session.padded  # then every query sees what stands before the block
+        last = scores[..., first if plain else 0 :]
+        last.masked_fill_(~seen[..., first if plain else 0 :], -torch.inf)
         sink = None if s_aux is None else s_aux.float()[None, :, None].expand(scores.shape[:3])
         for edit in session.edits:
             scores, sink = edit(scores, sink, block)
@@ -361,7 +372,8 @@ def self_test(language_model: LanguageModel, seed: int = 0) -> None:
     """Refuses a model whose attention is not what we compute.
 
     On random tokens: our logits are those of the model's own attention; our weights are the ones that it reports; our
-    scores and sinks give those weights; silencing a head moves the logits, and an edit of scores reaches the weights.
+    scores and sinks give those weights; an edit of scores reaches the weights of every layer; without a head's weights
+    the logits are others.
 
     Raises:
         InputError: one of these fails; says which.
@@ -396,25 +408,44 @@ def _compare(language_model: LanguageModel, tokens: Int[Tensor, "1 pos"]) -> Non
         off = float((torch.cat(parts, dim=2) - own.attentions[layer]).abs().max())
         if not off <= TOLERANCE:
             raise _refused(language_model, f"layer {layer}'s weights differ by {off:.1e} from those it reports")
-    _moves(language_model, tokens, found)
+    _moves(language_model, tokens)
 
 
-def _moves(language_model: LanguageModel, tokens: Tensor, before: Tensor) -> None:
-    shares = []
+def _moves(language_model: LanguageModel, tokens: Tensor) -> None:
+    """Equal scores give equal weights in every layer; a head silenced has no weights, and some head is missed."""
+    off: list[float] = []
 
-    def spread(scores: Tensor, sink: Tensor | None, block: Block) -> tuple[Tensor, Tensor | None]:
-        return (scores * 0 if block.layer == 0 else scores), sink
+    def level(scores: Tensor, sink: Tensor | None, block: Block) -> tuple[Tensor, Tensor | None]:
+        return torch.zeros_like(scores), None if sink is None else torch.zeros_like(sink)
 
-    def keep(block: Block, scores: Tensor, sink: Tensor | None, weights: Tensor) -> None:
-        if block.layer == 0 and sink is None:
-            mean = torch.where(block.allowed, 1 / block.seen.clamp(min=1)[:, None, :, None], 0.0)
-            shares.append(float((weights - mean).abs().max()))
+    def leveled(block: Block, scores: Tensor, sink: Tensor | None, weights: Tensor) -> None:
+        terms = block.seen + (sink is not None)
+        even = torch.where(block.allowed, 1 / terms.clamp(min=1)[:, None, :, None], 0.0)
+        off.append(float((weights - even).abs().max()))
 
-    after = language_model.run(tokens, edits=[spread], watches=[keep])
-    if any(share > TOLERANCE for share in shares):
+    language_model.run(tokens, edits=[level], watches=[leveled])
+    if not max(off) <= TOLERANCE:
         raise _refused(language_model, "equal scores did not give equal weights")
-    if torch.equal(before, after):
-        raise _refused(language_model, "its logits do not depend on the scores of its first layer")
+    heads = min(language_model.n_heads, TEST_HEADS)
+    each = torch.arange(heads)  # row i of the batch is without head i of the first layer, the last without none
+    empty: list[bool] = []
+
+    def silence(scores: Tensor, sink: Tensor | None, block: Block) -> tuple[Tensor, Tensor | None]:
+        if block.layer == 0:
+            scores = scores.clone()
+            scores[each, each] = -torch.inf
+        return scores, sink
+
+    def silenced(block: Block, scores: Tensor, sink: Tensor | None, weights: Tensor) -> None:
+        if block.layer == 0:
+            alive = weights.abs().amax((2, 3)) > 0
+            empty.append(bool((alive[:, :heads] != torch.eye(heads + 1, heads, dtype=torch.bool)).all()))
+
+    after = language_model.run(tokens.expand(heads + 1, -1), edits=[silence], watches=[silenced])
+    if not all(empty):
+        raise _refused(language_model, "a head's scores did not reach its weights alone")
+    if all(torch.equal(after[-1], row) for row in after[:-1]):
+        raise _refused(language_model, "its logits do not depend on the weights of its first layer")
 
 
 def _refused(language_model: LanguageModel, why: str) -> InputError:

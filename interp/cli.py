@@ -78,18 +78,21 @@ def train(
     recipe: Annotated[str, typer.Argument(help="A recipe that `leaksum recipes` lists.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Directory of the checkpoint.", show_default=False)],
     steps: Annotated[int | None, typer.Option(help="Train for so many steps (default: the recipe's).")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(help="Keep a checkpoint each so many steps, for `leaksum during` (adders).")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run in --out.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights and problems.", min=0, max=MOST_SEED)] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; results depend on it by rounding.", min=1)] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Train a recipe. Resumable after a kill at any moment, to the same weights."""
-    from models.recipes import LANGUAGE_RECIPES, trainable_recipe
+    from models.recipes import LANGUAGE_RECIPES, keeping, named_recipe, trainable_recipe
 
-    if recipe in LANGUAGE_RECIPES:
+    if recipe in LANGUAGE_RECIPES and keep_every is None:
         _train_language_model(recipe, out, steps, resume, seed, threads, as_json)
         return
-    chosen = trainable_recipe(recipe, steps)
+    chosen = trainable_recipe(recipe, steps) if keep_every is None else keeping(named_recipe(recipe, steps), keep_every)
     _use_threads(threads)
     from models.machine_training import trainer_of
 
@@ -694,6 +697,54 @@ def displacement(
         console.print()
         rows: Any = found.to_frame().to_dict("records")
         _table(console, [{**row, "supports": "yes" if row["supports"] else "no"} for row in rows])
+
+    _emit(payload, as_json, show)
+
+
+@app.command()
+def during(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="A run trained with --keep-every.")],
+    digits: Digits = "40",
+    problems: Problems = 20,
+    figure: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Draw it (.html, .svg, .png)."),
+    ] = None,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Leak, gaps, sink and counters against the training step."""
+    (length,) = _lengths(digits, one=True)
+    _use_threads(threads)
+    from interp.during import during as measure
+
+    if figure:
+        from interp.plots import check_format
+
+        check_format(figure)
+    with _status() as tell:
+        found = measure(checkpoint, length, problems, seed=seed, tell=tell)
+    if figure:
+        from interp.plots import save
+
+        save(found.plot(), figure, f"leaksum: {checkpoint.name} during training")
+    payload = {"checkpoint": str(checkpoint), **found.to_json(), "run": _simple_run(seed)}
+
+    def show(console: Console) -> None:
+        frame = found.to_frame()
+        rows = []
+        for moment in payload["steps"]:
+            row = {k: v for k, v in moment.items() if v is not None}
+            for lookup, (layer, head) in found.heads().items():
+                here = frame.query(
+                    "step == @moment['step'] and lookup == @lookup and layer == @layer and head == @head and present"
+                )
+                row[f"gap, {lookup} {layer}.{head}"] = float(here["gap"].iloc[0])
+                row[f"leak, {lookup}"] = float(here["leak"].iloc[0])
+            rows.append(row)
+        console.print(f"at {length} digits; medians over queries, in the head that performs each lookup in the end")
+        _table(console, rows)
 
     _emit(payload, as_json, show)
 

@@ -32,7 +32,7 @@ _SCORE_BYTES = 3 * 2**19  # a block of scores that stays in a core's cache; larg
 _BATCHES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 _BLOCK = 64  # queries
 _PARTS = (2, 4, 8)  # of a block where queries see every key, the first whose scores are at most this large
-_BLOCK_BYTES = 2**23
+_BLOCK_BYTES = 2**22
 _POOL_FROM = 1024  # tokens from which the keys left over are worth the bookkeeping
 FarKeys = Literal["each", "skipped", "pooled"]
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from interp.decisions import Reach, Score
+    from interp.during import During
 
 LookupKey = tuple[str, bool]
 
@@ -658,6 +659,54 @@ def kernels_figure(model: HookedAdder) -> go.Figure:
     figure.update_xaxes(dtick=4)
     figure.update_xaxes(title="query's count less key's (digits)", col=(layers + 1) // 2)
     figure.update_yaxes(title="added to the score (nats)", col=1)
+    return figure
+
+
+def during_figure(found: During) -> go.Figure:
+    """A run as it went: problems exact, and of the head that performs each lookup in the end the gap, the sink's score
+    and the leak (medians over queries), against the training step. Dashed: the logarithm of the keys a query sees, which
+    the gap has to exceed."""
+    steps = [moment.step for moment in found.moments]
+    panels = ("problems exact", "gap (nats)", "sink score (nats)", "leak")
+    figure = make_subplots(rows=4, cols=1, shared_xaxes=True, vertical_spacing=0.035)
+    figure.update_layout(_layout(820))
+    exact = {
+        "exact in training lengths": ("solid", [m.trained_exact for m in found.moments]),
+        f"exact at {found.digits} digits": ("dash", [m.exact for m in found.moments]),
+    }
+    if found.moments[0].counters:
+        exact["counters that follow the column"] = ("dot", [m.counting / m.counters for m in found.moments])
+    for name, (dash, values) in exact.items():
+        figure.add_scatter(
+            x=steps, y=values, mode="lines", name=name, line={"color": GREY, "dash": dash, "width": 2}, row=1, col=1
+        )
+    frame = found.to_frame()
+    colours = dict(zip(LOOKUPS, (BLUE, VERMILLION, GREEN, PURPLE), strict=True))
+    for lookup, (layer, head) in found.heads().items():
+        mine = frame.query("lookup == @lookup and layer == @layer and head == @head and present").sort_values("step")
+        for row, value in enumerate(("gap", "sink_score", "leak"), start=2):
+            figure.add_scatter(
+                x=mine["step"],
+                y=mine[value],
+                mode="lines+markers",
+                name=f"{lookup_words((lookup, True))}, head {layer}.{head}",
+                legendgroup=lookup,
+                showlegend=row == 2,
+                line={"color": colours[lookup], "width": 2},
+                marker={"size": 5},
+                row=row,
+                col=1,
+            )
+    keys = float(np.log(frame["keys"].mean()))
+    figure.add_hline(y=keys, line={"color": GREY, "dash": "dash", "width": 1}, row=2, col=1)
+    figure.add_annotation(
+        x=steps[-1], y=keys, text="ln of the keys seen", showarrow=False, xanchor="right", yanchor="bottom", row=2, col=1
+    )
+    for row, name in enumerate(panels, start=1):
+        figure.update_yaxes(title=name, row=row, col=1)
+    figure.update_yaxes(range=[-0.03, 1.03], row=1, col=1)
+    figure.update_yaxes(type="log", exponentformat="power", row=4, col=1)
+    figure.update_xaxes(title="training step", row=4, col=1)
     return figure
 
 

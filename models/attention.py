@@ -148,7 +148,7 @@ class Geometry:
         self.cut = blocks or Blocks(max(1, self.stop), max(1, self.stop))
         if scheme.every_key:
             self.cut = replace(self.cut, skip_beyond=None)
-        self._last: Block | None = None
+        self._blocks: dict[tuple[int, int | None], Block] = {}
         self._found: tuple[int, Tensor] | None = None
         if scheme.rotates:
             angles = scheme.angles(at.at(slice(start, None)))[:, :, None, :].to(dtype)
@@ -165,16 +165,22 @@ class Geometry:
         return -(-max(vanishing, self.trained_distance) // _POOL_STEP) * _POOL_STEP
 
     def blocks(self, pool_beyond: int | None = None) -> Iterator[Block]:
-        """The blocks of queries, in order."""
+        """The blocks of queries, from the last to the first.
+
+        Earlier blocks see fewer keys, and what a smaller block needs fits where a larger one was: memory does not
+        fall into pieces that nothing fits into again.
+        """
         distance = self.cut.skip_beyond if pool_beyond is None else pool_beyond
         near = None if distance is None else self._near(distance)
-        for i, first in enumerate(range(self.start, self.stop, self.cut.query)):
-            queries = slice(first, min(first + self.cut.query, self.stop))
-            if near is None and self._last is not None and self._last.span.query == queries:
-                yield self._last  # one block, the same in every layer
-                continue
-            self._last = self._block(queries, None if near is None else near[i], pool_beyond is not None)
-            yield self._last
+        starts = range(self.start, self.stop, self.cut.query)
+        for i, first in reversed(list(enumerate(starts))):
+            found = self._blocks.get((first, distance))
+            if found is None:
+                queries = slice(first, min(first + self.cut.query, self.stop))
+                found = self._block(queries, None if near is None else near[i], pool_beyond is not None)
+                if near is not None or len(starts) == 1:  # small, or the only one; the same in every layer
+                    self._blocks[first, distance] = found
+            yield found
 
     def _block(self, queries: slice, near: Tensor | None, pool: bool) -> Block:
         size, stop = self.cut.key, queries.stop
@@ -295,7 +301,7 @@ class Attention(nn.Module):
         beyond = geometry.pool_beyond(q, k.transpose(2, 3))
         pool = None if beyond is None else _Pool(v, geometry)
         done = [self._attend(block, q, k, v, counts, geometry, sink_boost, pool) for block in geometry.blocks(beyond)]
-        z = self.hook_z(rearrange(torch.cat(done, dim=2), "batch head pos d_head -> batch pos head d_head"))
+        z = self.hook_z(rearrange(torch.cat(done[::-1], dim=2), "batch head pos d_head -> batch pos head d_head"))
 
         if self.use_attn_result or self.hook_result._forward_hooks:
             result = einsum(z, self.W_O, "batch pos head d_head, head d_head d_model -> batch pos head d_model")

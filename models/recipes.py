@@ -47,6 +47,8 @@ class Recipe(Frozen):
     ``micro_batches``
         A step's problems are sorted by length and run in so many parts, which saves padding; their gradients
         are summed.
+    ``keep_every``
+        A checkpoint is kept each so many steps, in ``steps/`` beside the final one (None: none is).
     """
 
     name: str
@@ -55,6 +57,7 @@ class Recipe(Frozen):
     steps: int = Field(ge=1, le=10**9)
     batch: int = Field(ge=1, le=2**20)
     micro_batches: int = Field(default=2, ge=1)
+    keep_every: int | None = Field(default=None, ge=1)
     learning_rate: float = Field(default=2e-3, gt=0)
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = Field(default=0.1, ge=0)
@@ -152,7 +155,7 @@ RECIPES: dict[str, Recipe] = {
             ),
             batch=128,
             micro_batches=8,
-            steps=3000,
+            steps=6000,
         ),
         _one_digit(
             "1digit-nope",
@@ -330,3 +333,15 @@ def _with_steps(recipe: R, steps: int | None) -> R:
     if steps < 1:
         raise InputError(f"steps must be at least 1, got {steps}")
     return recipe.model_copy(update={"steps": steps})
+
+
+def keeping(recipe: Recipe, every: int) -> Recipe:
+    """The recipe, keeping a checkpoint each so many steps; the weights are the same to the last bit.
+
+    Raises:
+        InputError: ``every`` below 1, or so small that more than a thousand would be kept.
+    """
+    if every < 1 or recipe.steps / every > 1000:
+        least = -(-recipe.steps // 1000)
+        raise InputError(f"keep-every must be at least {least} for {recipe.steps} steps, got {every}")
+    return recipe.model_copy(update={"keep_every": every})

@@ -43,6 +43,7 @@ from models.transformer import HookedAdder
 PROBE_PROBLEMS = 512  # problems behind each in-distribution accuracy of the curve
 COOLED = 0.03  # share of the peak learning rate that a cooldown ends at
 PROBE_EVERY = 100  # steps between two points of the curve
+KEPT = "steps"  # folder of the checkpoints that a recipe keeps
 SAVE_SECONDS = 20.0  # between two resume files; losing more to a kill is worse than the 10 ms a save takes
 
 
@@ -129,6 +130,7 @@ class Trainer:
                 exact = self.in_distribution_accuracy()
                 self.curve.append(CurvePoint(step=self.step, loss=loss, exact=exact))
             self.progress(self.step, loss, exact)
+            self._keep(time.monotonic() - began)
             if time.monotonic() - saved > SAVE_SECONDS and self.step < self.recipe.steps:
                 self.seconds = time.monotonic() - began
                 self._save()
@@ -138,6 +140,15 @@ class Trainer:
         save_checkpoint(self.folder, self.model.eval(), self._record())
         self._resume_file.unlink(missing_ok=True)
         return self.folder
+
+    def _keep(self, seconds: float) -> None:
+        """A checkpoint of this step, where the recipe asks for it; the last step's is the run's own."""
+        every = getattr(self.recipe, "keep_every", None)
+        if every is None or self.step % every or self.step == self.recipe.steps:
+            return
+        self.seconds = seconds
+        digits = len(str(self.recipe.steps))
+        save_checkpoint(self.folder / KEPT / f"{self.step:0{digits}}", self.model, self._record())
 
     def _train_step(self, step: int) -> float:
         recipe = self.recipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -199,6 +200,38 @@ def test_a_model_whose_attention_is_not_ours_is_refused(monkeypatch):
     monkeypatch.setattr(bridge, "_attend", halved)
     with pytest.raises(InputError, match="is not audited: its logits and ours differ"):
         self_test(tiny("llama"))
+
+
+def test_edits_that_do_not_reach_the_weights_are_refused(monkeypatch):
+    first, kept = bridge.softmax, {}
+
+    def stale(scores, sink=None):
+        """The weights of the first scores of their shape, whatever became of them since."""
+        return kept.setdefault(scores.shape, first(scores))
+
+    monkeypatch.setattr(bridge, "_compare", lambda model, tokens: bridge._moves(model, tokens))
+    monkeypatch.setattr(bridge, "softmax", stale)
+    tiny("llama").run(torch.randint(0, VOCABULARY, (1, bridge.TEST_TOKENS)))
+    with pytest.raises(InputError, match="equal scores did not give equal weights"):
+        self_test(tiny("llama"))
+
+
+def test_a_model_that_ignores_its_attention_is_refused():
+    model = load_copy("llama")
+    with torch.no_grad():
+        model.model.model.layers[0].self_attn.o_proj.weight.zero_()
+    with pytest.raises(InputError, match="do not depend on the weights of its first layer"):
+        self_test(model)
+
+
+def load_copy(family):
+    return bridge.LanguageModel(family, copy.deepcopy(tiny(family).model))
+
+
+@EVERY_FAMILY
+def test_logits_of_the_positions_asked_are_those_of_all(family):
+    model, tokens, asked = tiny(family), ids(), torch.tensor([3, 4, 28])
+    torch.testing.assert_close(model.run(tokens, asked=asked), model.run(tokens)[:, asked], rtol=1e-5, atol=1e-5)
 
 
 def test_models_are_read_from_directories_without_tokenizers(tmp_path):

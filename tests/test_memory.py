@@ -38,7 +38,7 @@ def test_less_memory_makes_smaller_batches(model, monkeypatch):
 
 def test_longer_problems_make_smaller_blocks_until_far_keys_are_pooled(model):
     lengths = [[(10**n - 1, 10**n - 1)] for n in (100, 4000, 10_000)]
-    assert [plan_for(model, p, every_key=True).query_block for p in lengths] == [32, 32, 16]
+    assert [plan_for(model, p, every_key=True).query_block for p in lengths] == [32, 16, 8]
     assert [plan_for(model, p).query_block for p in lengths] == [32, 64, 64]
 
 
