@@ -179,7 +179,7 @@ RECIPES: dict[str, Recipe] = {
             "1digit-cope",
             "CoPE: every head counts from the key to the query, and looks the count's embedding up",
             AttentionConfig(scheme="cope", sink=False),
-            steps=3000,
+            steps=6000,
         ),
         _one_digit(
             "1digit-coupling",
