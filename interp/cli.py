@@ -55,7 +55,19 @@ Problems = Annotated[int, typer.Option(help="Random problems at each length.")]
 ProblemsFrom = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Take the problems from a file, one 'a + b' a line.")
 ]
+Interventions = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME[=VALUE]",
+        help="Repeatable, applied in order; or as flags of their own: "
+        + ", ".join(f"--{name}{' VALUE' if value else ''}" for name, value in INTERVENTION_FLAGS.items()),
+    ),
+]
+OnlyHeads = Annotated[list[str] | None, typer.Option(metavar="L.H", help="Only in this head; repeatable.")]
+ExceptHeads = Annotated[list[str] | None, typer.Option(metavar="L.H", help="Not in this head; repeatable.")]
+Report = Annotated[Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write an offline HTML report.")]
 MOST_SEED = 2**63 - 1
+LOOKUP_KEYS = ("lookup", "present")  # of an audit's rows, which language models leave empty
 PROBE_COLUMNS = ("label", "site", "layer", "short", "control", "selectivity", "long", "refit", "at_wrong")
 SHOWN_EFFECT = 0.05  # recovered fraction from which a patch is shown to people; JSON has all
 Seed = Annotated[int, typer.Option(help="Seed of the problems.", min=0, max=MOST_SEED)]
@@ -161,16 +173,9 @@ def score(
 @app.command()
 def ablate(
     checkpoint: Checkpoint,
-    intervention: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME[=VALUE]",
-            help="Repeatable, applied in order; or as flags of their own: "
-            + ", ".join(f"--{name}{' VALUE' if value else ''}" for name, value in INTERVENTION_FLAGS.items()),
-        ),
-    ] = None,
-    head: Annotated[list[str] | None, typer.Option(metavar="L.H", help="Only in this head; repeatable.")] = None,
-    except_head: Annotated[list[str] | None, typer.Option(metavar="L.H", help="Not in this head; repeatable.")] = None,
+    intervention: Interventions = None,
+    head: OnlyHeads = None,
+    except_head: ExceptHeads = None,
     digits: Digits = "100",
     problems: Problems = 50,
     problems_from: ProblemsFrom = None,
@@ -406,42 +411,64 @@ def counters(
 @app.command()
 def audit(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Directory in Hugging Face format, or a hub id.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Directory in Hugging Face format, a hub id, or a checkpoint.", show_default=False
+        ),
     ],
-    lengths: Annotated[str, typer.Option(help="Tokens: one number or a list.")] = "64,128,256,512",
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="One number or a list: tokens, of a checkpoint digits (default: 64,128,256,512; of a checkpoint "
+            "10,40,100)."
+        ),
+    ] = None,
     task: Annotated[
-        str, typer.Option(help="induction, passkey, or a file of cases, one JSON object a line.")
-    ] = "induction",
+        str | None,
+        typer.Option(
+            help="induction (the default), passkey, or a file of cases, one JSON object a line; of a checkpoint "
+            "addition, always."
+        ),
+    ] = None,
     cases: Annotated[int, typer.Option(help="Cases of each length.", min=1)] = 8,
+    intervention: Interventions = None,
+    head: OnlyHeads = None,
+    except_head: ExceptHeads = None,
     seed: Seed = 0,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Which heads of a language model lose their targets as the context grows, and from what length."""
-    sizes = _lengths(lengths, what="lengths")
+    """Which heads of a model lose their targets as the context grows, from what length, and what repairs it."""
+    from models.checkpoint import is_checkpoint
+    from models.config import InputError
+
+    own = is_checkpoint(model)
+    sizes = _lengths(lengths or ("10,40,100" if own else "64,128,256,512"), what="lengths")
+    if (head or except_head) and not intervention:
+        raise InputError("--head and --except-head say where an intervention acts; give one too, such as --far")
+    edits = _interventions(intervention or (), head or (), except_head or (), seed)
     _use_threads(threads)
     from interp.audit import audit as run_audit
     from interp.audit import describe
     from interp.bridge import load_language_model
 
-    loaded = load_language_model(model)
+    loaded = _load(Path(model)) if own else load_language_model(model)
     with _status() as tell, warnings.catch_warnings(record=True) as warned:
-        found = run_audit(loaded, sizes, task, cases, seed=seed, progress=tell)
+        found = run_audit(loaded, sizes, task, cases, interventions=edits, name=model, seed=seed, progress=tell)
     for warning in dict.fromkeys(str(w.message) for w in warned if w.category is UserWarning):
         sys.stderr.write(f"leaksum: {' '.join(warning.split())}\n")
-    run = {**_simple_run(seed), "cases": cases}
-    payload = {**found.to_json(), "run": run}
+    payload = {**found.to_json(), "run": {**_simple_run(seed), "cases": cases, "batches": list(found.batches)}}
 
     def show(console: Console) -> None:
-        head, *evidence = describe(found)
-        console.print(head, style="bold", markup=False)
+        verdict, *evidence = describe(found)
+        console.print(verdict, style="bold", markup=False)
         for line in evidence:
             indented = textwrap.fill(line, console.width, initial_indent="  - ", subsequent_indent="    ")
             console.print(indented, markup=False)
         console.print()
         _table(console, [asdict(row) for row in found.lengths])
         console.print()
-        _table(console, [asdict(row) for row in found.heads])
+        _table(console, [{k: v for k, v in asdict(row).items() if own or k not in LOOKUP_KEYS} for row in found.heads])
 
     _emit(payload, as_json, show)
 
@@ -451,9 +478,7 @@ def diagnose(
     checkpoint: Checkpoint,
     digits: Digits = "100",
     problems: Problems = 50,
-    report: Annotated[
-        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write an offline HTML report.")
-    ] = None,
+    report: Report = None,
     seed: Seed = 0,
     threads: Threads = None,
     as_json: AsJson = False,
@@ -1063,7 +1088,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line. Exit status: 0 done, 2 bad input (one line on standard error), 130 interrupted."""
     usage_error: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["ablate"]:
+    if arguments[:1] in (["ablate"], ["audit"]):
         arguments = expand_flags(arguments)
     try:
         status = app(arguments, standalone_mode=False)

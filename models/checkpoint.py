@@ -207,6 +207,16 @@ def _configuration(path: Path) -> dict[str, Any]:
     return found
 
 
+def is_checkpoint(folder: str | Path) -> bool:
+    """Whether a directory claims to be one of these checkpoints, readable or not, rather than another kind of model."""
+    path = Path(folder) / "config.json"
+    try:
+        found = _read_json(path)
+    except CheckpointError:
+        return False
+    return isinstance(found, dict) and "format" in found and "model_type" not in found
+
+
 def load_record(folder: str | Path) -> TrainingRecord:
     """How the checkpoint was trained. Raises :class:`CheckpointError`."""
     path = Path(folder) / "training.json"

@@ -32,9 +32,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-import interp.audit as audits
 import interp.cli as cli
 import interp.sweep as sweeps
+from interp.cases import read_cases
 from models import training
 from models.addition import read_problems
 from models.checkpoint import load_checkpoint, load_record
@@ -468,7 +468,7 @@ def fuzz(cases: int, work: Path, seed: int = 0) -> list[Fault]:
             work / "unfinished" / "resume.safetensors",
             lambda path: Trainer(recipe(), 3, path.parent, True),
         ),
-        "JSONL files of cases": (work / "cases.jsonl", lambda path: audits.read_cases(path, model)),
+        "JSONL files of cases": (work / "cases.jsonl", lambda path: read_cases(path, model)),
         "sweep files": (work / "grid.yaml", sweeps.read_sweep),
         "files of problems": (work / "problems.txt", read_problems),
     }

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from peak import grown, in_own_process
 
-from interp.audit import Case, _Book
+from interp.audit import _Book
 from interp.bridge import LanguageModel, attention
+from interp.cases import Case
 
 LENGTHS = (1024, 4096, 16384)
 FULL_UP_TO = 4096
@@ -58,7 +59,7 @@ def sdpa(model: LanguageModel, length: int) -> None:
 def audited(model: LanguageModel, length: int) -> None:
     decisions = tuple(range(length - DECISIONS - 1, length - 1))
     case = Case(tuple(tokens(length)[0].tolist()), decisions, tuple((query // 2,) for query in decisions))
-    model.run(tokens(length), watches=[_Book(case, 64, model.n_layers, model.n_heads).watch])
+    model.run(tokens(length), watches=[_Book([case], 64, model.n_layers, model.n_heads).watch])
 
 
 def output_attentions(model: LanguageModel, length: int) -> None:
