@@ -16,7 +16,7 @@ corrupt run's outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -311,8 +311,10 @@ def circuit_figure(circuits: Mapping[str, Circuit]) -> go.Figure:
     figure = make_subplots(
         rows=1, cols=len(circuits), subplot_titles=[as_text(name) for name in circuits], shared_yaxes=True
     )
+    standing = {node.role for circuit in circuits.values() for node in circuit.nodes} | {"decision"}
+    roles = [role for role in ROLES if role in standing]
     for col, circuit in enumerate(circuits.values(), start=1):
-        at = _places(circuit)
+        at = _places(circuit, roles)
         for edge in circuit.edges:
             x, y = zip(at[edge.sender], at[edge.receiver], strict=True)
             words = f"{edge.sender.name} to {edge.receiver.name}, {edge.input}: {edge.effect:.2f}"
@@ -343,15 +345,15 @@ def circuit_figure(circuits: Mapping[str, Circuit]) -> go.Figure:
             row=1,
             col=col,
         )
-    named = [role.replace("_", " ") for role in ROLES]
-    figure.update_xaxes(tickvals=list(range(len(ROLES))), ticktext=named, tickangle=-40, range=[-0.6, len(ROLES) - 0.4])
+    named = [role.replace("_", " ") for role in roles]
+    figure.update_xaxes(tickvals=list(range(len(roles))), ticktext=named, tickangle=-40, range=[-0.6, len(roles) - 0.4])
     layers = max((node.layer for circuit in circuits.values() for node in circuit.nodes), default=0) + 1
     ticks = ["tokens", *(f"{what} {layer}" for layer in range(layers) for what in ("heads", "mlp")), "logits"]
     figure.update_yaxes(tickvals=list(range(-1, 2 * layers + 1)), ticktext=ticks)
     return figure.update_layout(template=LIGHT, height=560, showlegend=False)
 
 
-def _places(circuit: Circuit) -> dict[Node, tuple[float, float]]:
+def _places(circuit: Circuit, roles: Sequence[str]) -> dict[Node, tuple[float, float]]:
     """Where each node stands; heads of one layer and role side by side."""
     layers = max((node.layer for node in circuit.nodes), default=0) + 1
     nodes = [*circuit.nodes, Node("logits", -1, None, "decision")]
@@ -359,5 +361,5 @@ def _places(circuit: Circuit) -> dict[Node, tuple[float, float]]:
     for node in nodes:
         beside = [other for other in nodes if (other.depth, other.role) == (node.depth, node.role)]
         shift = (beside.index(node) - (len(beside) - 1) / 2) * min(0.28, 0.8 / len(beside))
-        places[node] = (ROLES.index(node.role) + shift, min(node.depth, 2 * layers))
+        places[node] = (roles.index(node.role) + shift, min(node.depth, 2 * layers))
     return places
