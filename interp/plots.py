@@ -392,9 +392,8 @@ def gaps_figure(view: View, digits: tuple[int, int]) -> go.Figure:
     sides = ((view.trained, digits[0], "as trained", BLUE), (view.longer, digits[1], "now", VERMILLION))
     gaps = [found.gap[view.head] for found, *_ in sides]
     finite = np.concatenate([gap[np.isfinite(gap)] for gap in gaps])
-    if not len(finite):
-        raise InputError(f"{view.title} has no finite gap; choose another --lookup")
-    edges = np.linspace(finite.min(), max(finite.max(), finite.min() + 1e-3), GAP_BINS + 1)
+    low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)  # none: bars of no height
+    edges = np.linspace(low, max(high, low + 1e-3), GAP_BINS + 1)
     for gap, (found, length, words, colour) in zip(gaps, sides, strict=True):
         share = np.histogram(gap[np.isfinite(gap)], edges)[0] / len(gap)
         n = float(np.median(found.keys))
@@ -918,6 +917,8 @@ def _leak(asked: Request) -> go.Figure:
 
 def _gaps(asked: Request) -> go.Figure:
     view = asked.view()
+    if not np.isfinite([*view.trained.gap[view.head], *view.longer.gap[view.head]]).any():
+        raise InputError(f"{view.title} has no finite gap; choose another --lookup")
     return _named(gaps_figure(view, asked.lengths), view.title)
 
 

@@ -22,6 +22,7 @@ from interp.papers import Look, Paper, write_papers
 from interp.plots import (
     DARK,
     LIGHT,
+    gaps_figure,
     leak_figure,
     mistakes_figure,
     profile_figure,
@@ -30,6 +31,7 @@ from interp.plots import (
     views_of,
 )
 from interp.profile import score_profile
+from interp.roles import Role
 from interp.shares import Shares
 from models.files import write_text
 from models.transformer import HookedAdder
@@ -250,8 +252,9 @@ def report_html(model: HookedAdder, diagnosis: Diagnosis, checkpoint: str, *, se
         "Every head",
         _note(
             "Each cell is a head in the lookup in which its target lost most: the target's mean share as trained, and "
-            "now; the stronger its colour, the more it lost. Choose one to see where its attention goes and how its "
-            "leak grows."
+            "now; the stronger its colour, the more it lost. Choose one to see what it does, where its attention goes, "
+            "how its leak grows, and how far its target leads the best other key: a majority against n keys that all "
+            "trail by a gap g needs g &gt; ln n."
         ),
         page.grid(diagnosis, frames, digits),
     )
@@ -303,6 +306,7 @@ class _Page:
         """A button a head, and the panel that shows the one chosen."""
         layers, heads = next(iter(diagnosis.longer.lookups.values())).share.shape[:2]
         first = heads_shown(diagnosis)[0]
+        roles = {role.head: role for role in diagnosis.roles.roles}
         views = views_of(list(np.ndindex(layers, heads)), diagnosis.trained, diagnosis.longer)
         rows = []
         for layer in range(min(layers, max(1, MOST_CELLS // heads))):
@@ -312,10 +316,11 @@ class _Page:
                 then, now = (float(found.share[layer, index].mean()) for found in (view.trained, view.longer))
                 name = f"{layer}.{index}"
                 self.heads[name] = {
-                    "title": view.title,
+                    "title": f"{view.title}; {role_words(roles[view.head])}",
                     "figures": [
                         _plain_figure(shares_figure(view.head, view.key, frames, digits, GRID_BINS)),
                         _plain_figure(leak_figure(view, digits)),
+                        _plain_figure(gaps_figure(view, digits)),
                     ],
                 }
                 lost = max(0.0, then - now)
@@ -327,7 +332,7 @@ class _Page:
             rows.append(f'<tr><th scope="row">layer {layer}</th>{"".join(cells)}</tr>')
         chosen = self.heads[f"{first[0]}.{first[1]}"]
         boxes = []
-        for label, figure in zip(("attention by column", "leak against keys"), chosen["figures"], strict=True):
+        for label, figure in zip(("attention by column", "leak against keys", "gaps"), chosen["figures"], strict=True):
             name = f"figure-{len(self.figures) + 1}"
             self.figures[name] = figure
             boxes.append(
@@ -368,6 +373,13 @@ class _Page:
             f'<script type="application/json" id="heads">{_embedded(self.heads)}</script>\n'
             f"<script>{_SCRIPT}</script></body></html>\n"
         )
+
+
+def role_words(role: Role) -> str:
+    """What a head does, in words."""
+    does = [f"in training it performs {role.lookup.replace('_', ' ')}" if role.lookup else "it performs no lookup"]
+    does += ["rests on the sink"] * role.is_sink_head + ["gives most to far keys now"] * role.is_crowd_head
+    return ", ".join(does) + (", which has collapsed" if role.collapsed else "")
 
 
 def _plain_figure(figure: Any) -> Any:
