@@ -59,9 +59,9 @@ def audit_html(found: Audit, run: Mapping[str, Any] | None = None) -> str:
     page.section(
         "Every head",
         note(
-            f"Each cell is a head at {last} {found.unit}: the share on its target at {first} and now, its share on the "
-            "first token and, where there is one, on the learned sink, and its leak; the stronger its colour, the more "
-            "its target lost. Choose one to see it against length. A leak that is infinite, or 0, is not drawn."
+            f"Each cell is a head: its share on the target at {first} {found.unit} and at {last}, and at {last} its "
+            "share on the first token and on the learned sink, where it has one, and its leak. The stronger its colour, "
+            "the more its target lost. Choose one to see it against length; a leak that is infinite, or 0, is not drawn."
             + " Of an adder, the lookup in which the target lost most."
             * (found.task == ADDITION)
         ),
@@ -79,7 +79,7 @@ def audit_html(found: Audit, run: Mapping[str, Any] | None = None) -> str:
         ),
         table(
             "Sinks",
-            (found.unit, f"heads with over {FIRST_TOKEN:g} on the first token", "even attention gives it"),
+            (found.unit, f"share of heads with over {FIRST_TOKEN:g}", "first token, even attention"),
             [[str(row.length), row.share_of_heads, f"{row.uniform_value:.4f}"] for row in found.sinks],
         ),
     )
@@ -97,10 +97,7 @@ def _courses(found: Audit) -> dict[Head, tuple[float, list[HeadRow]]]:
     courses: dict[Head, tuple[float, list[HeadRow]]] = {}
     for rows in by_lookup.values():
         head, lost = (rows[0].layer, rows[0].head), rows[0].target_share - rows[-1].target_share
-        longest = max(len(courses[head][1]) if head in courses else 0, len(rows))
-        if len(rows) == longest and (
-            head not in courses or (len(courses[head][1]), courses[head][0]) < (longest, lost)
-        ):
+        if head not in courses or (len(courses[head][1]), courses[head][0]) < (len(rows), lost):
             courses[head] = lost, rows
     return dict(sorted(courses.items()))
 
@@ -143,8 +140,8 @@ def _title(row: HeadRow) -> str:
 def _words(course: Sequence[HeadRow]) -> list[str]:
     then, now = course[0], course[-1]
     leak = f"{now.leak:.2g}" if now.leak != float("inf") else "\N{INFINITY}"
-    words = [f"target {then.target_share:.2f} \N{RIGHTWARDS ARROW} {now.target_share:.2f}"]
-    sinks = {"first token": now.first_token_share, "sink": now.null_sink_share}
+    words = [f"{then.target_share:.2f} \N{RIGHTWARDS ARROW} {now.target_share:.2f}"]
+    sinks = {"first": now.first_token_share, "sink": now.null_sink_share}
     return [*words, *(f"{name} {share:.2f}" for name, share in sinks.items() if share is not None), f"leak {leak}"]
 
 
@@ -161,14 +158,9 @@ def _interventions(page: Page, found: Audit) -> list[str]:
         rows.append([name, trial.length, trial.decisions, before, trial.wrong, trial.repaired, trial.broken])
     head = ("edit", found.unit, "decisions", "wrong without", "wrong with", "repaired", "broken")
     repaired = found.verdict.repaired_by
-    said = (
-        f"In bold, the edit that repairs most: {repaired}."
-        if repaired
-        else "None of these repairs half of what is wrong."
-    )
-    caption = (
-        "Decisions that an edit leaves wrong and those that it breaks; dashed, how many are wrong without an edit."
-    )
+    none = "None of these repairs half of what is wrong."
+    said = f"In bold, the edit that the verdict names: {repaired}." if repaired else none
+    caption = "Decisions that an edit leaves wrong, and those that it breaks. Dashed: how many are wrong without one."
     words = note(escape(said)) if found.verdict.fails_from is not None else ""
     return [words, page.figure(trials_figure(found), caption), table("Interventions", head, rows, marked)]
 
