@@ -28,7 +28,7 @@ import interp.bridge as bridge
 from interp.bridge import Block, LanguageModel
 from interp.cases import TASKS, Case, induction, passkey, read_cases
 from interp.decisions import Score, score, wilson_interval
-from interp.interventions import Head, Intervention, parse_intervention
+from interp.interventions import Head, Intervention, head_words, parse_intervention
 from interp.leak import effective_number, leak_from_masses, share_from_leak
 from interp.memory import free_memory, require
 from interp.passes import run_problems
@@ -99,13 +99,14 @@ class HeadRow:
 
 @dataclass(frozen=True)
 class SinkRow:
-    """Share of heads whose mean weight on the first token, over all queries, exceeds :data:`FIRST_TOKEN`, and what
-    evenly spread attention gives there. Heads whose window leaves the first token out are not counted; None: all are.
+    """Share of heads whose mean weight on the first token, over all queries, exceeds a threshold, and what evenly
+    spread attention gives there. Heads whose window leaves the first token out are not counted; None: all are.
     """
 
     length: int
     share_of_heads: float | None
     uniform_value: float
+    threshold: float = FIRST_TOKEN
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,11 @@ class Audit:
     def to_json(self) -> dict[str, Any]:
         """The keys of ``leaksum audit``, less the run."""
         last = self.sinks[-1]
-        metric = {"threshold": FIRST_TOKEN, "share_of_heads": last.share_of_heads, "uniform_value": last.uniform_value}
+        metric = {
+            "threshold": last.threshold,
+            "share_of_heads": last.share_of_heads,
+            "uniform_value": last.uniform_value,
+        }
         return {
             "model": self.model,
             "task": self.task,
@@ -348,7 +353,7 @@ def _repair(trials: Sequence[EditTrial], last: LengthScore) -> str | None:
     best = min(there, key=lambda trial: trial.wrong, default=None)
     if best is None or not last.wrong or last.wrong - best.wrong < REPAIRS * last.wrong:
         return None
-    return best.name + _head_words(best.heads)
+    return best.name + head_words(best.heads)
 
 
 def _together(interventions: Sequence[Intervention]) -> str:
@@ -363,14 +368,10 @@ def _acted(interventions: Sequence[Intervention], n_layers: int, n_heads: int) -
     return None if len(found) == len(every) else tuple((int(layer), int(head)) for layer, head in found)
 
 
-def _head_words(heads: tuple[Head, ...] | None) -> str:
-    return "" if heads is None else f" in {', '.join(f'{layer}.{head}' for layer, head in heads)}"
-
-
 def _trial_words(trial: EditTrial) -> str:
     wrong = trial.wrong + trial.repaired - trial.broken
     return (
-        f"{trial.name}{_head_words(trial.heads)} at {trial.length}: {trial.repaired} of {wrong} wrong decisions "
+        f"{trial.name}{head_words(trial.heads)} at {trial.length}: {trial.repaired} of {wrong} wrong decisions "
         f"repaired, {trial.broken} broken"
     )
 

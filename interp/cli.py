@@ -434,6 +434,7 @@ def audit(
     intervention: Interventions = None,
     head: OnlyHeads = None,
     except_head: ExceptHeads = None,
+    report: Report = None,
     seed: Seed = 0,
     threads: Threads = None,
     as_json: AsJson = False,
@@ -455,6 +456,11 @@ def audit(
     loaded = _load(Path(model)) if own else load_language_model(model)
     with _status() as tell, warnings.catch_warnings(record=True) as warned:
         found = run_audit(loaded, sizes, task, cases, interventions=edits, name=model, seed=seed, progress=tell)
+        if report:
+            from interp.audit_report import write_audit_report
+
+            tell("writing the report")
+            write_audit_report(report, found, {**_simple_run(seed), "cases": cases})
     for warning in dict.fromkeys(str(w.message) for w in warned if w.category is UserWarning):
         sys.stderr.write(f"leaksum: {' '.join(warning.split())}\n")
     payload = {**found.to_json(), "run": {**_simple_run(seed), "cases": cases, "batches": list(found.batches)}}

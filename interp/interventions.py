@@ -159,6 +159,11 @@ def parse_head(text: str) -> Head:
     return int(layer), int(head)
 
 
+def head_words(heads: Sequence[Head] | None) -> str:
+    """`` in 1.2, 1.3``; nothing for None, which is all heads."""
+    return "" if heads is None else f" in {', '.join(f'{layer}.{head}' for layer, head in heads)}"
+
+
 def parse_intervention(name: str, scope: Scope | None = None, seed: int = 0) -> Intervention:
     """``"far"``, ``"window=4"``, ``"sink-boost=log"`` ... as an :class:`Intervention`.
 

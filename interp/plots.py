@@ -16,7 +16,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from interp.interventions import Head
+from interp.interventions import Head, head_words
 from interp.leak import median
 from interp.ledger import Ledger, LookupLedger, build_ledger
 from interp.passes import run_problems
@@ -31,6 +31,7 @@ from models.transformer import HookedAdder
 if TYPE_CHECKING:
     import pandas as pd
 
+    from interp.audit import Audit, HeadRow
     from interp.decisions import Reach, Score
     from interp.during import During
 
@@ -182,6 +183,172 @@ def reach_figure(curves: Mapping[str, Reach], trained_digits: int | None = None)
     figure.update_xaxes(title="length of the longer operand (digits)", tickvals=every)
     figure.update_yaxes(title="problems exact (share)", range=[-0.03, 1.06])
     return figure
+
+
+def lengths_figure(found: Audit) -> go.Figure:
+    """Share of decisions right, and of cases exact with Wilson's 95% intervals, against length."""
+    rows = found.lengths
+    x = [row.length for row in rows]
+    figure = _figure(340)
+    exact = [row.exact for row in rows]
+    figure.add_scatter(
+        x=x,
+        y=[row.right for row in rows],
+        mode="lines+markers",
+        marker={"size": 9},
+        name="decisions right",
+        customdata=[[row.wrong, row.decisions] for row in rows],
+        hovertemplate="%{y:.3f} right, %{customdata[0]} of %{customdata[1]} wrong<extra></extra>",
+    )
+    figure.add_scatter(
+        x=x,
+        y=exact,
+        error_y={
+            "array": [row.high - row.exact for row in rows],
+            "arrayminus": [row.exact - row.low for row in rows],
+            "thickness": 1.5,
+            "width": 5,
+        },
+        mode="lines+markers",
+        marker={"size": 9, "symbol": "diamond"},
+        line={"dash": "dash"},
+        name="cases exact, 95% interval",
+        hovertemplate="%{y:.2f} of cases exact<extra></extra>",
+    )
+    _length_axis(figure, found)
+    figure.update_yaxes(title="right (share)", range=[-0.03, 1.06])
+    return figure
+
+
+def head_shares_figure(found: Audit, rows: Sequence[HeadRow]) -> go.Figure:
+    """One head's mean share on its targets, the first token, the learned sink and far keys, against length."""
+    figure = _figure(320)
+    kinds = {
+        "target": ("target_share", BLUE, "circle", "solid"),
+        "first token": ("first_token_share", GREEN, "square", "dot"),
+        "learned sink": ("null_sink_share", ORANGE, "triangle-up", "dash"),
+        "far": ("far_share", VERMILLION, "diamond", "dashdot"),
+    }
+    for name, (key, colour, symbol, dash) in kinds.items():
+        values = [getattr(row, key) for row in rows]
+        if all(value is None for value in values):
+            continue
+        figure.add_scatter(
+            x=[row.length for row in rows],
+            y=values,
+            mode="lines+markers",
+            line={"color": colour, "dash": dash},
+            marker={"size": 8, "symbol": symbol},
+            name=name,
+            hovertemplate=f"{name}: %{{y:.3f}}<extra></extra>",
+        )
+    _length_axis(figure, found)
+    figure.update_yaxes(title="attention (share)", range=[-0.03, 1.06])
+    return figure.update_layout(showlegend=True)
+
+
+def head_leak_figure(found: Audit, rows: Sequence[HeadRow]) -> go.Figure:
+    """One head's median leak and N_eff against length; a target keeps a majority while its leak is below 1."""
+    figure = _figure(320)
+    x = [row.length for row in rows]
+    gaps = [[row.gap] for row in rows]
+    for name, key, colour, symbol in (("leak", "leak", BLUE, "circle"), ("N_eff", "n_eff", VERMILLION, "diamond")):
+        figure.add_scatter(
+            x=x,
+            y=[value if value > 0 else None for value in (getattr(row, key) for row in rows)],
+            mode="lines+markers",
+            line={"color": colour},
+            marker={"size": 8, "symbol": symbol},
+            name=name,
+            customdata=gaps,
+            hovertemplate=f"{name} %{{y:.3g}}, gap %{{customdata[0]:.1f}}<extra></extra>",
+        )
+    figure.add_scatter(
+        x=x,
+        y=[1.0] * len(x),
+        mode="lines",
+        line={"color": GREY, "dash": "dot", "width": 2},
+        name="majority lost: leak = 1",
+        hoverinfo="skip",
+    )
+    _length_axis(figure, found)
+    figure.update_yaxes(title="leak, N_eff (medians)", type="log", exponentformat="power", nticks=6)
+    return figure
+
+
+def trials_figure(found: Audit) -> go.Figure:
+    """Of each edit at the longest length tried, decisions still wrong and decisions that it broke."""
+    longest = max(trial.length for trial in found.trials)
+    trials = [trial for trial in found.trials if trial.length == longest]
+    names = [as_text(trial.name + head_words(trial.heads)) for trial in trials]
+    before = trials[0].wrong + trials[0].repaired - trials[0].broken
+    figure = _figure(150 + 26 * len(trials))
+    still = [trial.wrong - trial.broken for trial in trials]
+    parts = (("still wrong", still, BLUE), ("broken by the edit", [trial.broken for trial in trials], VERMILLION))
+    for name, values, colour in parts:
+        figure.add_bar(
+            x=values,
+            y=names,
+            orientation="h",
+            name=name,
+            marker={"color": colour, "line": {"width": 0}},
+            hovertemplate=f"%{{y}}: %{{x}} {name}<extra></extra>",
+        )
+    figure.add_vline(
+        x=before, line={"color": GREY, "dash": "dash", "width": 2}, showlegend=True, name="without an edit"
+    )
+    figure.update_layout(barmode="stack", bargap=0.25)
+    figure.update_xaxes(title=f"decisions wrong at {longest} {found.unit}, of {trials[0].decisions}")
+    figure.update_yaxes(autorange="reversed", showgrid=False, ticks="", title="edit")
+    return _when_narrow(figure, yaxis={"title": {"text": ""}, "tickfont": {"size": 11}})
+
+
+def sinks_figure(found: Audit) -> go.Figure:
+    """Each head's mean weight on the first token over all queries, and its share on a learned sink, at the longest
+    length, beside what even attention gives the first token and the threshold of a sink head.
+    """
+    last = found.sinks[-1]
+    rows = {(row.layer, row.head): row for row in found.heads if row.length == last.length}
+    names = [f"{layer}.{head}" for layer, head in rows]
+    figure = _figure(360)
+    kinds = (
+        ("first token", "first_token_importance", GREEN, "square"),
+        ("learned sink", "null_sink_share", ORANGE, "triangle-up"),
+    )
+    for name, key, colour, symbol in kinds:
+        values = [getattr(row, key) for row in rows.values()]
+        if all(value is None for value in values):
+            continue
+        figure.add_scatter(
+            x=names,
+            y=values,
+            mode="markers",
+            marker={"size": 9, "symbol": symbol, "color": colour},
+            name=name,
+            hovertemplate=f"head %{{x}}: %{{y:.3f}} on the {name}<extra></extra>",
+        )
+    lines = (("sink head: above", last.threshold, "dash"), ("even attention, first token:", last.uniform_value, "dot"))
+    for name, value, dash in lines:
+        figure.add_scatter(
+            x=[names[0], names[-1]],
+            y=[value, value],
+            mode="lines",
+            line={"color": GREY, "dash": dash, "width": 2},
+            name=f"{name} {value:.3g}",
+            hoverinfo="skip",
+        )
+    figure.update_xaxes(title="head (layer.head)", type="category", nticks=24)
+    figure.update_yaxes(title="mean weight (share)", range=[-0.03, 1.06])
+    return figure.update_layout(showlegend=True)
+
+
+def _length_axis(figure: Any, found: Audit) -> None:
+    every = [row.length for row in found.lengths]
+    if every[-1] > 4 * every[0]:
+        figure.update_xaxes(type="log", range=[np.log10(every[0] / 1.15), np.log10(every[-1] * 1.15)])
+    if len(every) <= 8:
+        figure.update_xaxes(tickvals=every)
+    figure.update_xaxes(title=f"length ({found.unit})")
 
 
 def mistakes_figure(found: Score) -> go.Figure:

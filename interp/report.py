@@ -1,27 +1,20 @@
-"""A diagnosis as one HTML file that needs no network: the verdict in words, then the figures and tables behind it.
-
-:func:`write_report` puts the figures of :mod:`interp.plots` in one page with one copy of plotly.js, in the light or
-the dark template, as the reader's system asks for.
-"""
+"""A diagnosis as one HTML file that needs no network: the verdict in words, then the figures and tables behind it."""
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from plotly.offline import get_plotlyjs
 
 from interp.diagnosis import ENOUGH, Diagnosis, repairs
 from interp.interventions import Head
+from interp.page import Cell, Page, facts, lines, note, table
 from interp.papers import Look, Paper, write_papers
 from interp.plots import (
-    DARK,
-    LIGHT,
     gaps_figure,
     leak_figure,
     mistakes_figure,
@@ -47,7 +40,6 @@ GRID_BINS = 60  # columns of a grid's figures
 MOST_PAPERS = 24  # problems with mistakes that are written out
 MOST_MISTAKES = 8  # listed below a problem
 NAMED_HEADS = 6  # in the verdict's words
-EVIDENCE_LINES = 6  # shown before the rest is folded away
 
 # What is shown
 
@@ -190,7 +182,7 @@ def report_html(model: HookedAdder, diagnosis: Diagnosis, checkpoint: str, *, se
     problems = min(PROFILE_PROBLEMS, diagnosis.score.problems)
     drawn = model.task.evaluation_problems(diagnosis.digits, problems, seed)
     profile = score_profile(model, drawn, views[0].head)
-    page = _Page()
+    page = Page()
     chosen = "the heads that matter" if diagnosis.verdict.heads else "the heads that give most to far keys"
     unit = model.config.attention.unit
     page.section(
@@ -211,7 +203,7 @@ def report_html(model: HookedAdder, diagnosis: Diagnosis, checkpoint: str, *, se
     )
     page.section(
         "Where attention goes",
-        _note(
+        note(
             f"Shown are {chosen}, each in the lookup in which its target lost most. Far is beyond "
             f"{model.config.trained_distance} {unit}, the most that training showed; where there is nothing to find, "
             "the sink is what should win. The shares of a column add to 1."
@@ -228,7 +220,7 @@ def report_html(model: HookedAdder, diagnosis: Diagnosis, checkpoint: str, *, se
     infinite = "" if model.config.attention.sink else " Infinite leaks (nothing to find and no sink) are not drawn."
     page.section(
         "How the leak grows",
-        _note(
+        note(
             "A target keeps the share 1 / (1 + leak), so a majority while its leak is below 1. A crowd of n keys that "
             "all trail by a gap g leaks n e<sup>&minus;g</sup>: a majority needs g &gt; ln n. The dashed line is "
             "such a crowd at g = the median gap of training, to the best other key, in nats. Points are medians over "
@@ -250,129 +242,60 @@ def report_html(model: HookedAdder, diagnosis: Diagnosis, checkpoint: str, *, se
     )
     page.section(
         "Every head",
-        _note(
+        note(
             "Each cell is a head in the lookup in which its target lost most: the target's mean share as trained, and "
             "now; the stronger its colour, the more it lost. Choose one to see what it does, where its attention goes, "
             "how its leak grows, and how far its target leads the best other key: a majority against n keys that all "
             "trail by a gap g needs g &gt; ln n."
         ),
-        page.grid(diagnosis, frames, digits),
+        _grid(page, diagnosis, frames, digits),
     )
     page.section(
         "Problems on paper",
-        _note(
+        note(
             f"Each number is one of the {diagnosis.score.problems} problems, with how many of its decisions are wrong. "
             "Choose one to see it as a person writes it, and which keys the heads "
             f"{', '.join(f'{v.head[0]}.{v.head[1]}' for v in views)} gave most attention to when it went wrong."
         ),
         _papers(model, diagnosis, [view.head for view in views], seed),
     )
-    page.section("Interventions", _note("Each edit acts in all heads of the saved checkpoint."), _trials(diagnosis))
+    page.section("Interventions", note("Each edit acts in all heads of the saved checkpoint."), _trials(diagnosis))
     by_head = (
         " Repaired alone: the share of wrong decisions that the proving edit repairs in this head only. Left without: "
         "the share still wrong when it acts in every head but this one."
     )
     page.section(
         "Heads",
-        _note(
+        note(
             f"Shares at {digits[0]} digits, as trained, and at {digits[1]} digits, now."
             + by_head * bool(diagnosis.head_trials)
         ),
         _heads(diagnosis),
     )
-    return page.html(_verdict(diagnosis, checkpoint), _made(model, diagnosis, checkpoint, seed), diagnosis)
+    title = f"leaksum: {diagnosis.verdict.cause} at {diagnosis.digits} digits"
+    return page.html(title, _verdict(diagnosis, checkpoint), _made(model, diagnosis, checkpoint, seed), GLOSSARY)
 
 
-class _Page:
-    """Sections and figures, numbered as they come."""
-
-    def __init__(self) -> None:
-        self.sections: list[tuple[str, str]] = []
-        self.figures: dict[str, Any] = {}
-        self.heads: dict[str, Any] = {}
-
-    def figure(self, figure: Any, caption: str, title: str = "") -> str:
-        """A figure's place in the page; ``caption`` is text."""
-        name = f"figure-{len(self.figures) + 1}"
-        self.figures[name] = _plain_figure(figure)
-        heading = f"<h3>{escape(title)}</h3>" if title else ""
-        below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-        height = figure.layout.height
-        label = escape(f"Figure: {title or caption}")
-        plot = f'<div class="plot" id="{name}" role="group" aria-label="{label}" style="min-height:{height}px"></div>'
-        return f"<figure>{heading}{plot}{below}</figure>"
-
-    def grid(self, diagnosis: Diagnosis, frames: Sequence[pd.DataFrame], digits: tuple[int, int]) -> str:
-        """A button a head, and the panel that shows the one chosen."""
-        layers, heads = next(iter(diagnosis.longer.lookups.values())).share.shape[:2]
-        first = heads_shown(diagnosis)[0]
-        roles = {role.head: role for role in diagnosis.roles.roles}
-        views = views_of(list(np.ndindex(layers, heads)), diagnosis.trained, diagnosis.longer)
-        rows = []
-        for layer in range(min(layers, max(1, MOST_CELLS // heads))):
-            cells = []
-            for view in views[layer * heads : (layer + 1) * heads]:
-                index = view.head[1]
-                then, now = (float(found.share[layer, index].mean()) for found in (view.trained, view.longer))
-                name = f"{layer}.{index}"
-                self.heads[name] = {
-                    "title": f"{view.title}; {role_words(roles[view.head])}",
-                    "figures": [
-                        _plain_figure(shares_figure(view.head, view.key, frames, digits, GRID_BINS)),
-                        _plain_figure(leak_figure(view, digits)),
-                        _plain_figure(gaps_figure(view, digits)),
-                    ],
-                }
-                lost = max(0.0, then - now)
-                cells.append(
-                    f'<td><button type="button" class="cell" data-head="{name}" style="--lost:{lost:.2f}" '
-                    f'aria-pressed="{str(view.head == first).lower()}"><b>{name}</b> '
-                    f"<span>{then:.2f} \N{RIGHTWARDS ARROW} {now:.2f}</span></button></td>"
-                )
-            rows.append(f'<tr><th scope="row">layer {layer}</th>{"".join(cells)}</tr>')
-        chosen = self.heads[f"{first[0]}.{first[1]}"]
-        boxes = []
-        for label, figure in zip(("attention by column", "leak against keys", "gaps"), chosen["figures"], strict=True):
-            name = f"figure-{len(self.figures) + 1}"
-            self.figures[name] = figure
-            boxes.append(
-                f'<div class="plot" id="{name}" role="group" aria-label="Figure: {label} of the chosen head" '
-                f'style="min-height:{figure["layout"]["height"]}px"></div>'
-            )
-        return (
-            '<div class="scroll" role="region" aria-label="Heads" tabindex="0"><table class="heads"><tbody>'
-            f"{''.join(rows)}</tbody></table></div>"
-            f'<h3 id="chosen-head" aria-live="polite">{escape(chosen["title"])}</h3>'
-            f'<figure class="chosen">{"".join(boxes)}</figure>'
-        )
-
-    def section(self, title: str, *content: str) -> None:
-        self.sections.append((title, "".join(content)))
-
-    def html(self, top: str, bottom: str, diagnosis: Diagnosis) -> str:
-        numbered = [(f"section-{i}", title, body) for i, (title, body) in enumerate(self.sections, start=1)]
-        links = "".join(f'<li><a href="#{name}">{escape(title)}</a></li>' for name, title, _ in numbered)
-        body = "".join(f'<section id="{n}"><h2>{escape(title)}</h2>{text}</section>' for n, title, text in numbered)
-        themes = {"light": LIGHT.to_plotly_json(), "dark": DARK.to_plotly_json()}
-        title = escape(f"leaksum: {diagnosis.verdict.cause} at {diagnosis.digits} digits")
-        terms = "".join(
-            f"<div><dt>{escape(term)}</dt><dd>{escape(means)}</dd></div>" for term, means in GLOSSARY.items()
-        )
-        words = f'<details><summary>Words used here</summary><dl class="list">{terms}</dl></details>'
-        return (
-            f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">{_POLICY}'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            '<meta name="color-scheme" content="light dark">'
-            f'<title>{title}</title><link rel="icon" href="data:,"><style>{_STYLE}</style></head>\n<body>'
-            f'<main>{top}<nav aria-label="Contents"><ul>{links}</ul></nav>{words}'
-            "<noscript><p>The figures are drawn by a script in this file, which this browser does not run.</p>"
-            f"</noscript>{body}{bottom}</main>\n"
-            f"<script>{_script_text(get_plotlyjs())}</script>\n"
-            f'<script type="application/json" id="themes">{_embedded(themes)}</script>\n'
-            f'<script type="application/json" id="figures">{_embedded(self.figures)}</script>\n'
-            f'<script type="application/json" id="heads">{_embedded(self.heads)}</script>\n'
-            f"<script>{_SCRIPT}</script></body></html>\n"
-        )
+def _grid(page: Page, diagnosis: Diagnosis, frames: Sequence[pd.DataFrame], digits: tuple[int, int]) -> str:
+    layers, heads = next(iter(diagnosis.longer.lookups.values())).share.shape[:2]
+    first = heads_shown(diagnosis)[0]
+    roles = {role.head: role for role in diagnosis.roles.roles}
+    views = views_of(list(np.ndindex(layers, heads)), diagnosis.trained, diagnosis.longer)
+    rows = []
+    for layer in range(min(layers, max(1, MOST_CELLS // heads))):
+        cells = []
+        for view in views[layer * heads : (layer + 1) * heads]:
+            then, now = (float(found.share[view.head].mean()) for found in (view.trained, view.longer))
+            figures = [
+                shares_figure(view.head, view.key, frames, digits, GRID_BINS),
+                leak_figure(view, digits),
+                gaps_figure(view, digits),
+            ]
+            title = f"{view.title}; {role_words(roles[view.head])}"
+            words = [f"{then:.2f} \N{RIGHTWARDS ARROW} {now:.2f}"]
+            cells.append(Cell(f"{layer}.{view.head[1]}", title, words, max(0.0, then - now), figures))
+        rows.append((f"layer {layer}", cells))
+    return page.grid(rows, f"{first[0]}.{first[1]}", ("attention by column", "leak against keys", "gaps"))
 
 
 def role_words(role: Role) -> str:
@@ -380,11 +303,6 @@ def role_words(role: Role) -> str:
     does = [f"in training it performs {role.lookup.replace('_', ' ')}" if role.lookup else "it performs no lookup"]
     does += ["rests on the sink"] * role.is_sink_head + ["gives most to far keys now"] * role.is_crowd_head
     return ", ".join(does) + (", which has collapsed" if role.collapsed else "")
-
-
-def _plain_figure(figure: Any) -> Any:
-    figure.update_layout(template=None)  # the page sets one of its own
-    return figure.to_plotly_json()
 
 
 def _papers(model: HookedAdder, diagnosis: Diagnosis, heads: Sequence[Head], seed: int) -> str:
@@ -450,8 +368,8 @@ def _paper(paper: Paper, heads: Sequence[Head]) -> str:
     return (
         '<div class="scroll" role="region" aria-label="The problem as written" tabindex="0">'
         f"<pre>{chr(10).join(lines)}</pre></div>"
-        + _table("Wrong decisions of this problem", head, rows)
-        + (_note(f"{more} more wrong decisions are marked above.") if more else "")
+        + table("Wrong decisions of this problem", head, rows)
+        + (note(f"{more} more wrong decisions are marked above.") if more else "")
     )
 
 
@@ -469,21 +387,16 @@ def _verdict(diagnosis: Diagnosis, checkpoint: str) -> str:
     known = verdict.cause in ("none", "unexplained")
     status = "" if known else ", proved" if verdict.proved else ", not proved"
     low, high = found.exact_interval
-    facts = {
+    about = {
         "problems exact": f"{found.exact:.2f} of {found.problems} (95% interval {low:.2f} to {high:.2f})",
         "decisions wrong": f"{found.n_wrong} of {found.decisions}",
         "first wrong column": "none" if found.first_wrong_column is None else str(found.first_wrong_column),
     }
-    listed = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
     words = "".join(f"<p>{escape(sentence)}</p>" for sentence in verdict_words(diagnosis))
-    lines = [f"<li>{escape(line)}</li>" for line in verdict.evidence]
-    first, rest = lines[:EVIDENCE_LINES], lines[EVIDENCE_LINES:]
-    more = f"<details><summary>{len(rest)} more</summary><ul>{''.join(rest)}</ul></details>" if rest else ""
     return (
         f'<header class="{"fine" if verdict.cause == "none" else "fails"}">'
         f'<p class="checkpoint">{escape(checkpoint)} at {diagnosis.digits} digits</p>'
-        f"<h1>Verdict: {escape(verdict.cause + status)}</h1>{words}<dl>{listed}</dl></header>"
-        f'<section id="evidence"><h2>Evidence</h2><ul>{"".join(first)}</ul>{more}</section>'
+        f"<h1>Verdict: {escape(verdict.cause + status)}</h1>{words}{facts(about)}</header>{lines(verdict.evidence)}"
     )
 
 
@@ -496,8 +409,8 @@ def _trials(diagnosis: Diagnosis) -> str:
         if diagnosis.verdict.proof and trial.name == diagnosis.verdict.proof.edit:
             marked.add(len(rows))
         rows.append([trial.name, edit_words(trial.name), trial.wrong, trial.exact, trial.repaired, trial.broken])
-    note = _note("In bold, the edit that the verdict rests on.") if marked else ""
-    return _table("Interventions", head, rows, marked) + note
+    below = note("In bold, the edit that the verdict rests on.") if marked else ""
+    return table("Interventions", head, rows, marked) + below
 
 
 def _heads(diagnosis: Diagnosis) -> str:
@@ -522,38 +435,7 @@ def _heads(diagnosis: Diagnosis) -> str:
     found = diagnosis.to_json()["heads"]
     rows = [[f"{row['layer']}.{row['head']}", *(row.get(key) for key in columns)] for row in found]
     marked = {i for i, row in enumerate(found) if row.get("decides")}
-    return _table("Heads", ["head", *columns.values()], rows, marked)
-
-
-def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[Any]], marked: Iterable[int] = ()) -> str:
-    """A table; the first cell of a row names it. Wider than the page, it scrolls by itself."""
-    text = {i for i in range(len(head)) if any(isinstance(row[i], str) for row in rows)}
-
-    def kind(i: int) -> str:
-        return ' class="text"' if i in text else ""
-
-    top = "".join(f'<th scope="col"{kind(i)}>{escape(cell)}</th>' for i, cell in enumerate(head))
-    body, mark = [], ' class="marked"'
-    for i, row in enumerate(rows):
-        cells = "".join(f"<td{kind(j)}>{escape(_cell(cell))}</td>" for j, cell in enumerate(row) if j)
-        first = f'<th scope="row" class="text">{escape(_cell(row[0]))}</th>'
-        body.append(f"<tr{mark * (i in marked)}>{first}{cells}</tr>")
-    return (
-        f'<div class="scroll" role="region" aria-label="Table: {escape(name)}" tabindex="0"><table>'
-        f"<thead><tr>{top}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-    )
-
-
-def _cell(value: Any) -> str:
-    if value is None or value != value:
-        return "\N{EN DASH}"
-    if isinstance(value, bool | np.bool_):
-        return "yes" if value else "no"
-    return f"{value:.2f}" if isinstance(value, float) else str(value).replace("_", " ")
-
-
-def _note(html: str) -> str:
-    return f'<p class="note">{html}</p>'
+    return table("Heads", ["head", *columns.values()], rows, marked)
 
 
 def _made(model: HookedAdder, diagnosis: Diagnosis, checkpoint: str, seed: int) -> str:
@@ -564,7 +446,7 @@ def _made(model: HookedAdder, diagnosis: Diagnosis, checkpoint: str, seed: int) 
         f"--seed {seed}"
     )
     attention = config.attention
-    facts = {
+    about = {
         "command": command,
         "model": f"{config.n_layers} layers of {config.n_heads} heads, d_model {config.d_model}, positions "
         f"{attention.scheme}, decay {attention.decay:g} per column, sink {'yes' if attention.sink else 'no'}",
@@ -572,192 +454,4 @@ def _made(model: HookedAdder, diagnosis: Diagnosis, checkpoint: str, seed: int) 
         f"{config.task.max_digits} digits",
         "run": ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in found.run.items()),
     }
-    listed = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
-    return f'<section id="made"><h2>How this was made</h2><dl class="list">{listed}</dl></section>'
-
-
-def _script_text(code: str) -> str:
-    """JavaScript that may stand inside a script element."""
-    return code.replace("</script", "<\\/script").replace("<!--", "<\\!--")
-
-
-def _embedded(value: Any) -> str:
-    """JSON that may stand inside a script element: no ``<`` in it, arrays as lists, no number as null."""
-
-    def plain(item: Any) -> Any:
-        if isinstance(item, dict):
-            return {key: plain(inner) for key, inner in item.items()}
-        if isinstance(item, np.ndarray | np.generic):
-            item = item.tolist()
-        if isinstance(item, list | tuple):
-            return [plain(inner) for inner in item]
-        if isinstance(item, float):
-            return float(f"{item:.6g}") if np.isfinite(item) else None
-        return item
-
-    return json.dumps(plain(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-# Nothing is fetched from anywhere, and the browser sees to it
-_POLICY = (
-    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'unsafe-inline'; "
-    "style-src 'unsafe-inline'; img-src data: blob:\">"
-)
-
-_STYLE = """
-:root { --ink: #1f2328; --soft: #59636e; --paper: #ffffff; --card: #f4f6f8; --line: #d5dae0; --link: #0060a0;
-  --fails: #d55e00; --fine: #009e73; --wrong: #b34700; }
-@media screen and (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --soft: #a3adb8; --paper: #15181c;
-  --card: #1e2329; --line: #3a424c; --link: #6cbcf0; --wrong: #ff9d4d; } }
-* { box-sizing: border-box; }
-html { color: var(--ink); background: var(--paper); font: 16px/1.5 system-ui, sans-serif; }
-body { margin: 0; }
-main { max-width: 1120px; margin: 0 auto; padding: 20px 20px 48px; }
-header { background: var(--card); border-left: 6px solid var(--fails); border-radius: 6px; padding: 14px 20px; }
-header.fine { border-color: var(--fine); }
-header p { margin: 6px 0; max-width: 82ch; }
-.checkpoint { color: var(--soft); overflow-wrap: anywhere; }
-h1 { font-size: 1.55rem; line-height: 1.25; margin: 2px 0 8px; }
-h2 { font-size: 1.2rem; margin: 0 0 8px; }
-h3 { font-size: 1rem; margin: 12px 0 0; }
-dl { display: flex; flex-wrap: wrap; gap: 8px 32px; margin: 12px 0 0; }
-dt { color: var(--soft); font-size: .85rem; }
-dd { margin: 0; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-dl.list { display: block; }
-dl.list div { margin-bottom: 8px; }
-section { margin-top: 28px; }
-ul { margin: 0; padding-left: 1.3em; }
-li { overflow-wrap: anywhere; }
-details { margin-top: 4px; }
-summary { cursor: pointer; color: var(--link); width: fit-content; }
-nav { margin-top: 20px; border-block: 1px solid var(--line); padding: 8px 0; font-size: .92rem; }
-nav ul { display: flex; flex-wrap: wrap; gap: 4px 20px; list-style: none; padding: 0; }
-a { color: var(--link); }
-:focus-visible { outline: 2px solid var(--link); outline-offset: 2px; }
-figure { margin: 0; min-width: 0; }
-.plot { width: 100%; overflow: hidden; }
-figcaption, .note { color: var(--soft); font-size: .92rem; max-width: 95ch; margin: 4px 0; }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 8px 24px; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 4px 12px 4px 0; text-align: right; border-bottom: 1px solid var(--line); vertical-align: baseline; }
-th { font-weight: 600; }
-tbody th { font-weight: 400; white-space: nowrap; }
-.text { text-align: left; }
-td.text { min-width: 20ch; }
-.marked > * { font-weight: 700; }
-.heads td, .heads th { border: 0; padding: 2px; text-align: left; white-space: nowrap; }
-.cell { font: inherit; font-size: .85rem; color: var(--ink); border: 1px solid var(--line); border-radius: 4px;
-  padding: 4px 8px; min-width: 5.2rem; text-align: left; line-height: 1.3; cursor: pointer;
-  background: color-mix(in srgb, var(--fails) calc(var(--lost) * 60%), var(--card)); }
-.cell span { display: block; font-variant-numeric: tabular-nums; }
-.cell.none { background: none; color: var(--soft); cursor: default; }
-.cell[aria-pressed=true] { outline: 3px solid var(--link); outline-offset: -1px; }
-.problems { display: flex; flex-wrap: wrap; gap: 4px; list-style: none; padding: 0; }
-.problems .cell { min-width: 4.8rem; }
-article td.text { min-width: 0; max-width: 26ch; }
-pre { font: .9rem/1.35 ui-monospace, monospace; margin: 6px 0; }
-pre b { color: var(--wrong); text-decoration: underline; }
-@media (max-width: 600px) { main { padding: 12px 12px 32px; } header { padding: 12px 14px; } }
-@media print { html { font-size: 12px; } main { max-width: none; padding: 0; }
-  nav, .modebar { display: none !important; }
-  figure, header, tr { break-inside: avoid; } h2, h3, .note { break-after: avoid; } .grid { display: block; }
-  .scroll { overflow: visible; } th, td { padding-right: 8px; } }
-"""
-
-_SCRIPT = """
-(() => {
-  "use strict";
-  const read = id => JSON.parse(document.getElementById(id).textContent);
-  const themes = read("themes"), figures = read("figures");
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const NARROW = 560, PRINTED = 660;  // pixels
-  const CONFIG = {displaylogo: false, modeBarButtons: [["toImage", "resetScale2d"]]};
-  const merge = (into, from) => {
-    for (const [key, value] of Object.entries(from)) {
-      const nested = value && typeof value === "object" && !Array.isArray(value);
-      into[key] = nested ? merge(into[key] ?? {}, value) : value;
-    }
-    return into;
-  };
-  // a legend that the keyboard reaches: Enter or the space bar hides and shows what it names
-  const openLegend = box => {
-    for (const item of box.querySelectorAll(".legend .traces")) {
-      const trace = item.__data__?.[0]?.trace;
-      if (!trace || trace._isShape || trace.index === undefined) continue;
-      const same = box.data.flatMap((other, i) =>
-        i === trace.index || (trace.legendgroup && other.legendgroup === trace.legendgroup) ? [i] : []);
-      item.setAttribute("tabindex", "0");
-      item.setAttribute("role", "button");
-      item.setAttribute("aria-label", trace.name);
-      item.setAttribute("aria-pressed", String(trace.visible === true));
-      item.dataset.trace = trace.index;
-      item.onkeydown = event => {
-        if (event.key !== "Enter" && event.key !== " ") return;
-        event.preventDefault();
-        Plotly.restyle(box, {visible: trace.visible === true ? "legendonly" : true}, same).then(() =>
-          box.querySelector(`.legend .traces[data-trace="${trace.index}"]`)?.focus());
-      };
-    }
-  };
-  const draw = (printing, only) => {
-    for (const [id, figure] of Object.entries(figures)) {
-      if (only && !only.includes(id)) continue;
-      const box = document.getElementById(id);
-      const layout = structuredClone(figure.layout);
-      layout.template = themes[dark.matches && !printing ? "dark" : "light"];
-      layout.width = printing ? PRINTED : box.clientWidth;
-      layout.uirevision = "kept";
-      const narrow = String(layout.width < NARROW);
-      if (narrow === "true") merge(layout, layout.meta?.narrow ?? {});
-      if (box.data && box.dataset.narrow !== narrow) Plotly.purge(box);  // a colour bar cannot be turned in place
-      box.dataset.narrow = narrow;
-      const first = !box.data;
-      Plotly.react(box, figure.data, layout, CONFIG);
-      if (first) box.on("plotly_afterplot", () => openLegend(box));
-      openLegend(box);
-    }
-  };
-  // of a group of buttons one is pressed
-  const press = button => {
-    for (const other of button.closest("table, ul").querySelectorAll("button")) {
-      other.setAttribute("aria-pressed", String(other === button));
-    }
-  };
-  const heads = read("heads"), boxes = [...document.querySelectorAll(".chosen .plot")].map(box => box.id);
-  for (const button of document.querySelectorAll("button[data-head]")) {
-    button.onclick = () => {
-      press(button);
-      const head = heads[button.dataset.head];
-      document.getElementById("chosen-head").textContent = head.title;
-      boxes.forEach((id, i) => { figures[id] = head.figures[i]; });
-      draw(false, boxes);
-    };
-  }
-  for (const button of document.querySelectorAll("button[data-problem]")) {
-    button.onclick = () => {
-      press(button);
-      for (const sheet of document.querySelectorAll("article")) {
-        sheet.hidden = sheet.id !== "problem-" + button.dataset.problem;
-      }
-    };
-  }
-  let width = 0, closed = [];
-  draw(false);
-  dark.addEventListener("change", () => draw(false));
-  new ResizeObserver(([page]) => {
-    const now = Math.round(page.contentRect.width);
-    if (width && now !== width) requestAnimationFrame(() => draw(false));
-    width = now;
-  }).observe(document.querySelector("main"));
-  addEventListener("beforeprint", () => {
-    closed = [...document.querySelectorAll("details:not([open])")];
-    closed.forEach(details => { details.open = true; });
-    draw(true);
-  });
-  addEventListener("afterprint", () => {
-    closed.forEach(details => { details.open = false; });
-    draw(false);
-  });
-})();
-"""
+    return f'<section id="made"><h2>How this was made</h2>{facts(about, "list")}</section>'

@@ -165,15 +165,11 @@ class Geometry:
         return -(-max(vanishing, self.trained_distance) // _POOL_STEP) * _POOL_STEP
 
     def blocks(self, pool_beyond: int | None = None) -> Iterator[Block]:
-        """The blocks of queries, from the last to the first.
-
-        Earlier blocks see fewer keys, and what a smaller block needs fits where a larger one was: memory does not
-        fall into pieces that nothing fits into again.
-        """
+        """The blocks of queries, in order."""
         distance = self.cut.skip_beyond if pool_beyond is None else pool_beyond
         near = None if distance is None else self._near(distance)
         starts = range(self.start, self.stop, self.cut.query)
-        for i, first in reversed(list(enumerate(starts))):
+        for i, first in enumerate(starts):
             found = self._blocks.get((first, distance))
             if found is None:
                 queries = slice(first, min(first + self.cut.query, self.stop))
@@ -301,7 +297,7 @@ class Attention(nn.Module):
         beyond = geometry.pool_beyond(q, k.transpose(2, 3))
         pool = None if beyond is None else _Pool(v, geometry)
         done = [self._attend(block, q, k, v, counts, geometry, sink_boost, pool) for block in geometry.blocks(beyond)]
-        z = self.hook_z(rearrange(torch.cat(done[::-1], dim=2), "batch head pos d_head -> batch pos head d_head"))
+        z = self.hook_z(rearrange(torch.cat(done, dim=2), "batch head pos d_head -> batch pos head d_head"))
 
         if self.use_attn_result or self.hook_result._forward_hooks:
             result = einsum(z, self.W_O, "batch pos head d_head, head d_head d_model -> batch pos head d_model")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from functools import cache
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from browser import BROWSER, Page, dump_dom
 
 import interp.cli as cli
 import interp.diagnosis as diagnosis
@@ -22,8 +20,6 @@ from models.checkpoint import load_checkpoint
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 HOSTILE = "<img src=x onerror=alert(1)>"
-VOID = {"meta", "link", "img", "br", "hr", "input"}
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 # presses Enter on the first part of the profile's legend, chooses another head and another problem, and says what came
 PRESS = """<script>addEventListener("load", () => setTimeout(() => {
   const box = [...document.querySelectorAll(".plot")].find(plot => plot.data.some(trace => trace.name === "content"));
@@ -47,37 +43,6 @@ PRESS = """<script>addEventListener("load", () => setTimeout(() => {
     document.body.dataset.open = asked === undefined ? "none" : open.join() === "problem-" + asked;
   }, 500);
 }, 500));</script>"""
-
-
-class Page(HTMLParser):
-    """Elements, the addresses that they load or link to, text by element, and whether every element is closed."""
-
-    def __init__(self, html: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.addresses: list[str] = []
-        self.handlers: list[str] = []
-        self.text: dict[str, str] = {}
-        self.feed(html)
-        self.close()
-        assert not self.open, f"left open: {self.open}"
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.ids += [value for name, value in attrs if name == "id"]
-        self.addresses += [value for name, value in attrs if name in ("src", "href", "srcset", "action", "data")]
-        self.handlers += [name for name, _ in attrs if name.startswith("on")]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open:
-            self.text[self.open[-1]] = self.text.get(self.open[-1], "") + data
 
 
 @cache
@@ -240,25 +205,6 @@ def test_the_command_writes_it(tmp_path, capsys, monkeypatch):
         cli.main(["diagnose", str(checkpoint), "--report", str(tmp_path)])
     assert stop.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def dump_dom(page, folder):
-    """The page after its scripts have run, and the browser's log.
-
-    On a loaded machine Chromium may hang at its start, so a second try is made.
-    """
-    flags = [
-        *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-        *("--virtual-time-budget=5000", "--enable-logging=stderr", "--dump-dom", page.as_uri()),
-    ]
-    for attempt in (1, 2):
-        command = [BROWSER, f"--user-data-dir={folder / f'profile-{attempt}'}", *flags]
-        try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        except subprocess.TimeoutExpired:
-            if attempt == 2:
-                raise
 
 
 @pytest.mark.slow
