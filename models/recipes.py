@@ -173,7 +173,7 @@ RECIPES: dict[str, Recipe] = {
             "1digit-fire",
             "FIRE: a learned function of the distance over the query's position",
             AttentionConfig(scheme="fire", sink=False),
-            steps=4500,
+            steps=3000,
         ),
         _one_digit(
             "1digit-cope",
