@@ -62,9 +62,7 @@ def audit_html(found: Audit, run: Mapping[str, Any] | None = None) -> str:
             f"Each cell is a head: its share on the target at {first} {found.unit} and at {last}, and at {last} its "
             "share on the first token and on the learned sink, where it has one, and its leak. The stronger its "
             "colour, the more its target lost. Choose one to see it against length; a leak that is infinite, or 0, is "
-            "not drawn."
-            + " Of an adder, the lookup in which the target lost most."
-            * (found.task == ADDITION)
+            "not drawn." + " Of an adder, the lookup in which the target lost most." * (found.task == ADDITION)
         ),
         _grid(page, found, courses),
     )
