@@ -161,6 +161,11 @@ def score(
 
     What a decision is of a machine that is not autoregressive, :mod:`interp.location` says.
 
+    >>> from models.checkpoint import load_checkpoint
+    >>> model = load_checkpoint("fixtures/1digit-rotary2d-pressure-seed0")
+    >>> score(model, [(999, 1), (7, 8)]).n_wrong
+    0
+
     Args:
         seed: of the problems, to be recorded; it changes nothing.
 
@@ -264,6 +269,11 @@ def reach(
     progress: Progress = lambda done: None,
 ) -> Reach:
     """Exact match at each length, on ``problems`` problems drawn by ``seed`` (see ``models.addition``).
+
+    >>> from models.checkpoint import load_checkpoint
+    >>> found = reach(load_checkpoint("fixtures/1digit-rotary-seed0"), [10, 40], problems=4)
+    >>> {digits: each.exact for digits, each in found.scores.items()}
+    {10: 1.0, 40: 0.0}
 
     Raises:
         InputError: a length that does not fit into memory, or for which the model has no positions; before any is run.

@@ -394,6 +394,9 @@ _PROBLEM = re.compile(r"([0-9]+)\s*\+\s*([0-9]+)")
 def parse_problem(text: str) -> Problem:
     """``"12 + 345"`` as two integers.
 
+    >>> parse_problem("12 + 345")
+    (12, 345)
+
     Raises:
         ProblemError: anything else, leading zeros included.
     """

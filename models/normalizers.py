@@ -45,6 +45,11 @@ def softmax(
     The sink's column is dropped, so a row adds to 1 minus the sink's share (the gpt-oss convention). A row in which
     everything is ``-inf`` has no weights at all: zeros, not NaN.
 
+    >>> softmax(torch.tensor([-2.0, 0.0, 0.5])).numpy().round(4)
+    array([0.0486, 0.3592, 0.5922], dtype=float32)
+    >>> softmax(torch.tensor([0.0, 0.0]), sink=torch.tensor(0.0)).sum().item()  # a third is the sink's
+    0.6666666865348816
+
     Args:
         part: sum the denominator over so many keys at a time, in order, so that a part in which every score is ``-inf``
             changes no bit, whether it is there or left out.
@@ -120,12 +125,20 @@ NORMALIZERS: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
 
 
 def scalable(keys: Int[Tensor, "*query"], s: float | Tensor) -> Float[Tensor, "*query"]:
-    """Scalable-Softmax's factor on scores: ``s ln n``."""
+    """Scalable-Softmax's factor on scores: ``s ln n``.
+
+    >>> scalable(torch.tensor([10, 1000]), 0.43).numpy().round(3)
+    array([0.99, 2.97], dtype=float32)
+    """
     return s * keys.clamp(min=1).log()
 
 
 def yarn_temperature(ratio: Float[Tensor, "*query"]) -> Float[Tensor, "*query"]:
-    """YaRN's factor on scores at ``ratio`` times the trained length, 1 up to it."""
+    """YaRN's factor on scores at ``ratio`` times the trained length, 1 up to it.
+
+    >>> round(yarn_temperature(torch.tensor(64.0)).item(), 5)
+    2.00474
+    """
     return (0.1 * ratio.clamp(min=1).log() + 1).square()
 
 

@@ -296,6 +296,10 @@ class HookedAdder(HookedRootModule):
         ``"12+34"`` is the whole sum with its answer; ``"12+34="`` stops at ``=``. Numbers are written as people
         write them and stored least significant chunk first.
 
+        >>> model = HookedAdder(AdderConfig())
+        >>> model.to_str_tokens(model.to_tokens("12+39"))
+        ['2', '1', '+', '9', '3', '=', '1', '5', '<eos>']
+
         Raises:
             ValueError: ids out of range, of another shape, or not integers; text that is no problem.
         """
