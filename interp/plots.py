@@ -866,11 +866,11 @@ def during_figure(found: During) -> go.Figure:
     keys = float(np.log(frame["keys"].mean()))
     figure.add_hline(y=keys, line={"color": GREY, "dash": "dash", "width": 1}, row=2, col=1)
     figure.add_annotation(
-        x=steps[-1],
+        x=steps[0],
         y=keys,
         text="ln of the keys seen",
         showarrow=False,
-        xanchor="right",
+        xanchor="left",
         yanchor="bottom",
         row=2,
         col=1,
@@ -879,7 +879,7 @@ def during_figure(found: During) -> go.Figure:
         figure.update_yaxes(title=name, row=row, col=1)
     figure.update_yaxes(range=[-0.03, 1.03], row=1, col=1)
     figure.update_yaxes(exponentformat="none", row=3, col=1)
-    figure.update_yaxes(type="log", exponentformat="power", row=4, col=1)
+    figure.update_yaxes(type="log", exponentformat="power", dtick=1, row=4, col=1)
     figure.update_xaxes(title="training step", row=4, col=1)
     return figure
 
