@@ -21,9 +21,8 @@ state of one is noise to the other. What both express over the same tokens is wh
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import ActivationCache
-from transformer_lens.patching import generic_activation_patch
+from transformer_lens import patching as lens_patching
 
 from interp.pairs import ROLES, PairError, Pairs
 from interp.partition import Partition
@@ -186,6 +185,17 @@ def check_margin(runs: Runs) -> None:
         )
 
 
+@contextmanager
+def _no_bar() -> Iterator[None]:
+    """Without TransformerLens's progress bar, which has no switch, and in notebooks is a display of its own."""
+    bar = lens_patching.tqdm
+    lens_patching.tqdm = lambda rows: rows
+    try:
+        yield
+    finally:
+        lens_patching.tqdm = bar
+
+
 class Runs:
     """Both runs of the pairs, and what a patch takes from the clean one, aligned to the corrupt one's tokens."""
 
@@ -229,9 +239,8 @@ class Runs:
         import pandas as pd
 
         cells = pd.DataFrame(list(np.ndindex(*shape)), columns=[f"axis{i}" for i in range(len(shape))])
-        silence = io.StringIO()  # of a progress bar that cannot be turned off
-        with redirect_stderr(silence):
-            found = generic_activation_patch(
+        with _no_bar():
+            found = lens_patching.generic_activation_patch(
                 self.model,
                 self.pairs.corrupt.tokens,
                 ActivationCache(values, self.model),
