@@ -585,7 +585,7 @@ def gaps_figure(view: View, digits: tuple[int, int]) -> go.Figure:
     figure.update_layout(
         barmode="overlay", bargap=0, yaxis2={"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
     )
-    figure.update_xaxes(title="gap of the target to the best other key (nats)")
+    figure.update_xaxes(title="gap to the best other key (nats)")
     figure.update_yaxes(title="queries (share)", rangemode="tozero")
     return figure
 

@@ -453,7 +453,7 @@ def fuzz(cases: int, work: Path, seed: int = 0) -> list[Fault]:
             return
 
     done(unfinished)
-    model = SimpleNamespace(name="tiny", vocabulary=50, tokenizer=None, config=SimpleNamespace())
+    model = SimpleNamespace(name="tiny", vocabulary=50, tokenizer=None, config=SimpleNamespace(), limit=None)
     lines = '{"tokens": [3, 4, 5], "decisions": [0, 1], "targets": [0, [0, 1]]}\n\n{"tokens": [1, 2, 3]}\n'
     grid = "recipes: [1digit-nope, {base: 1digit-rotary2d, steps: 20, attention: {decay: 1.0}}]\nseeds: [0-3, 9]\n"
     grid += "digits: [20, 100]\nproblems: 5\ninterventions: [far, window=10]\ndiagnose: 100\n"
