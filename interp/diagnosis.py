@@ -229,6 +229,11 @@ def diagnose(
     verdict = Verdict("none", (), (found.failure(),), None, True)
     if base.exact < HEALTHY:
         verdict, head_trials = found.verdict()
+        short = curve.scores.get(within)
+        if short is not None and short.exact < HEALTHY:
+            words = f"{short.exact:.2f} of {short.problems} problems of {within} digits are exact"
+            untrained = f"it fails within its training lengths already ({words}): train longer before asking of length"
+            verdict = replace(verdict, evidence=(untrained, *verdict.evidence))
     return Diagnosis(
         digits=digits,
         score=base,

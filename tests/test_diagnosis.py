@@ -115,7 +115,9 @@ def test_nothing_fails_at_training_length(name):
 def test_what_did_not_learn_says_so_itself(name):
     """They ship for the claims about them, and fail at training length too."""
     assert load_record(FIXTURES / name).curve[-1].exact < 0.2
-    assert diagnose(load_checkpoint(FIXTURES / name), 10, 20).verdict.cause != "none"
+    found = diagnose(load_checkpoint(FIXTURES / name), 20, 10).verdict
+    assert found.cause != "none"
+    assert found.evidence[0].startswith("it fails within its training lengths already (")
 
 
 @pytest.mark.slow
