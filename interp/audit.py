@@ -124,6 +124,11 @@ class EditTrial:
     repaired: int
     broken: int
 
+    @property
+    def before(self) -> int:
+        """Decisions that are wrong without it."""
+        return self.wrong + self.repaired - self.broken
+
 
 @dataclass(frozen=True)
 class Verdict:

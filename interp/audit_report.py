@@ -153,8 +153,7 @@ def _interventions(page: Page, found: Audit) -> list[str]:
         name = trial.name + head_words(trial.heads)
         if name == found.verdict.repaired_by and trial.length == max(t.length for t in found.trials):
             marked.add(len(rows))
-        before = trial.wrong + trial.repaired - trial.broken
-        rows.append([name, trial.length, trial.decisions, before, trial.wrong, trial.repaired, trial.broken])
+        rows.append([name, trial.length, trial.decisions, trial.before, trial.wrong, trial.repaired, trial.broken])
     head = ("edit", found.unit, "decisions", "wrong without", "wrong with", "repaired", "broken")
     repaired = found.verdict.repaired_by
     none = "None of these repairs half of what is wrong."

@@ -65,6 +65,10 @@ Interventions = Annotated[
 ]
 OnlyHeads = Annotated[list[str] | None, typer.Option(metavar="L.H", help="Only in this head; repeatable.")]
 ExceptHeads = Annotated[list[str] | None, typer.Option(metavar="L.H", help="Not in this head; repeatable.")]
+FigureFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", dir_okay=False, help="Draw all in one figure (.html, .svg, .png)."),
+]
 Report = Annotated[Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write an offline HTML report.")]
 MOST_SEED = 2**63 - 1
 LOOKUP_KEYS = ("lookup", "present")  # of an audit's rows, which language models leave empty
@@ -654,10 +658,7 @@ def circuit(
     pairs: Annotated[str, typer.Option(metavar="KIND", help="chunk, carry, or both.")] = "both",
     digits: Digits = "10",
     problems: Annotated[int, typer.Option(help="Pairs of each kind.")] = 12,
-    figure: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", dir_okay=False, help="Draw all in one figure (.html, .svg, .png)."),
-    ] = None,
+    figure: FigureFile = None,
     seed: Seed = 0,
     threads: Threads = None,
     as_json: AsJson = False,
@@ -740,10 +741,7 @@ def during(
     checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="A run trained with --keep-every.")],
     digits: Digits = "40",
     problems: Problems = 20,
-    figure: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", dir_okay=False, help="Draw it (.html, .svg, .png)."),
-    ] = None,
+    figure: FigureFile = None,
     seed: Seed = 0,
     threads: Threads = None,
     as_json: AsJson = False,
@@ -768,14 +766,13 @@ def during(
     def show(console: Console) -> None:
         console.print(f"problems exact at {length} digits, and in training lengths")
         _table(console, [{k: v for k, v in row.items() if v is not None} for row in payload["steps"]])
-        frame = found.to_frame().query("present")
+        courses = found.courses()
         for value in ("gap", "sink_score", "leak"):
             console.print(
                 f"\n{value.replace('_', ' ')}, median over queries, in the head that performs each lookup in the end"
             )
             rows: dict[int, dict[str, Any]] = {moment.step: {"step": moment.step} for moment in found.moments}
-            for lookup, (layer, head) in found.heads().items():
-                mine = frame.query("lookup == @lookup and layer == @layer and head == @head")
+            for (lookup, (layer, head)), mine in courses.items():
                 for step, number in zip(mine["step"], mine[value], strict=True):
                     rows[step][f"{lookup} {layer}.{head}"] = float(number)
             _table(console, list(rows.values()))

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from models.checkpoint import CheckpointError, MachineRecord, TrainingRecord, load_any, load_any_record
 from models.location import Machine
 from models.machine_training import in_distribution_accuracy as machine_accuracy
+from models.recipes import kept_at
 from models.training import in_distribution_accuracy
 from models.transformer import HookedAdder
 
@@ -78,8 +79,7 @@ def _record(record: TrainingRecord | MachineRecord, model: HookedAdder | Machine
     else:
         yield Check("recipe", True, f"{record.recipe.name}, seed {record.seed}")
     whole = record.step == record.recipe.steps and bool(record.curve) and record.curve[-1].step == record.step
-    every = getattr(record.recipe, "keep_every", None)
-    if every is not None and 0 < record.step < record.recipe.steps and record.step % every == 0:
+    if kept_at(record.recipe, record.step):
         yield Check("steps", True, f"{record.step} of {record.recipe.steps}, kept on the way")
     else:
         yield Check("steps", whole, f"{record.step} of {record.recipe.steps}, {len(record.curve)} points in the curve")

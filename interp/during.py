@@ -67,6 +67,14 @@ class During:
                 found[name] = (int(layer), int(head))
         return found
 
+    def courses(self) -> dict[tuple[str, tuple[int, int]], pd.DataFrame]:
+        """Per lookup and its head of :meth:`heads`, that head's rows of :meth:`to_frame`, by step."""
+        frame = self.to_frame().query("present")
+        return {
+            (name, head): frame[(frame["lookup"] == name) & (frame["layer"] == head[0]) & (frame["head"] == head[1])]
+            for name, head in self.heads().items()
+        }
+
     def to_json(self) -> dict[str, Any]:
         """``"steps"``, ``"heads"`` (per step and head) and ``"performs"`` (per lookup the head that is drawn)."""
         steps = [

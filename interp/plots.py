@@ -281,7 +281,6 @@ def trials_figure(found: Audit) -> go.Figure:
     longest = max(trial.length for trial in found.trials)
     trials = [trial for trial in found.trials if trial.length == longest]
     names = [as_text(trial.name + head_words(trial.heads)) for trial in trials]
-    before = trials[0].wrong + trials[0].repaired - trials[0].broken
     figure = _figure(150 + 26 * len(trials))
     still = [trial.wrong - trial.broken for trial in trials]
     parts = (("still wrong", still, BLUE), ("broken by the edit", [trial.broken for trial in trials], VERMILLION))
@@ -295,7 +294,7 @@ def trials_figure(found: Audit) -> go.Figure:
             hovertemplate=f"%{{y}}: %{{x}} {name}<extra></extra>",
         )
     figure.add_vline(
-        x=before, line={"color": GREY, "dash": "dash", "width": 2}, showlegend=True, name="without an edit"
+        x=trials[0].before, line={"color": GREY, "dash": "dash", "width": 2}, showlegend=True, name="without an edit"
     )
     figure.update_layout(barmode="stack", bargap=0.25)
     figure.update_xaxes(title=f"decisions wrong at {longest} {found.unit}, of {trials[0].decisions}")
@@ -846,10 +845,8 @@ def during_figure(found: During) -> go.Figure:
         figure.add_scatter(
             x=steps, y=values, mode="lines", name=name, line={"color": GREY, "dash": dash, "width": 2}, row=1, col=1
         )
-    frame = found.to_frame()
     colours = dict(zip(LOOKUPS, (BLUE, VERMILLION, GREEN, PURPLE), strict=True))
-    for lookup, (layer, head) in found.heads().items():
-        mine = frame.query("lookup == @lookup and layer == @layer and head == @head and present").sort_values("step")
+    for (lookup, (layer, head)), mine in found.courses().items():
         for row, value in enumerate(("gap", "sink_score", "leak"), start=2):
             figure.add_scatter(
                 x=mine["step"],
@@ -863,7 +860,7 @@ def during_figure(found: During) -> go.Figure:
                 row=row,
                 col=1,
             )
-    keys = float(np.log(frame["keys"].mean()))
+    keys = float(np.log(found.to_frame()["keys"].mean()))
     figure.add_hline(y=keys, line={"color": GREY, "dash": "dash", "width": 1}, row=2, col=1)
     figure.add_annotation(
         x=steps[0],

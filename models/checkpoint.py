@@ -127,9 +127,10 @@ def load_machine(folder: str | Path) -> Machine:
     """The machine of a checkpoint directory, in evaluation mode. Raises :class:`CheckpointError`."""
     folder = Path(folder)
     path = folder / "config.json"
-    if not holds_machine(folder):
+    found = _configuration(path)
+    if not _of_machine(found):
         raise CheckpointError(f"{folder}: an adder, no machine that addresses by location; take one of those")
-    config = _validated(_MachineFile, _configuration(path), path).model
+    config = _validated(_MachineFile, found, path).model
     if config.weights > _MOST_WEIGHTS:
         raise CheckpointError(f"{path}: asks for {config.weights:.1e} weights, more than are loaded")
     return _with_weights(machine(config), folder)
@@ -137,8 +138,13 @@ def load_machine(folder: str | Path) -> Machine:
 
 def holds_machine(folder: str | Path) -> bool:
     """Whether a checkpoint is of a machine that addresses by location. Raises :class:`CheckpointError`."""
-    found = _configuration(Path(folder) / "config.json").get("model")
-    return isinstance(found, dict) and "machine" in found
+    return _of_machine(_configuration(Path(folder) / "config.json"))
+
+
+def _of_machine(found: Any) -> bool:
+    """Whether what holds a model's configuration, as read from a file, holds that of a machine."""
+    model = found.get("model") if isinstance(found, dict) else None
+    return isinstance(model, dict) and "machine" in model
 
 
 def load_any(folder: str | Path) -> HookedAdder | Machine:
@@ -188,7 +194,7 @@ def load_config(folder: str | Path) -> AdderConfig:
     """The model's configuration alone. Raises :class:`CheckpointError`."""
     path = Path(folder) / "config.json"
     found = _configuration(path)
-    if isinstance(found.get("model"), dict) and "machine" in found["model"]:
+    if _of_machine(found):
         raise CheckpointError(
             f"{Path(folder)}: a machine that addresses by location has no attention to look at; `leaksum score`, "
             "`reach`, `compare`, `doctor` and `location` apply to it"
@@ -225,10 +231,8 @@ def load_record(folder: str | Path) -> TrainingRecord:
 
 def load_any_record(folder: str | Path) -> TrainingRecord | MachineRecord:
     """How a checkpoint was trained, whatever its kind. Raises :class:`CheckpointError`."""
-    recipe = _read_json(Path(folder) / "training.json")
-    inner = recipe.get("recipe") if isinstance(recipe, dict) else None
-    model = inner.get("model") if isinstance(inner, dict) else None
-    of_machine = isinstance(model, dict) and "machine" in model
+    found = _read_json(Path(folder) / "training.json")
+    of_machine = isinstance(found, dict) and _of_machine(found.get("recipe"))
     return load_machine_record(folder) if of_machine else load_record(folder)
 
 

@@ -335,6 +335,12 @@ def _with_steps(recipe: R, steps: int | None) -> R:
     return recipe.model_copy(update={"steps": steps})
 
 
+def kept_at(recipe: Recipe | MachineRecipe, step: int) -> bool:
+    """Whether a run of this recipe keeps a checkpoint on the way at this step; the last step's is the run's own."""
+    every = recipe.keep_every if isinstance(recipe, Recipe) else None
+    return every is not None and 0 < step < recipe.steps and step % every == 0
+
+
 def keeping(recipe: Recipe, every: int) -> Recipe:
     """The recipe, keeping a checkpoint each so many steps; the weights are the same to the last bit.
 

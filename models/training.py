@@ -37,7 +37,7 @@ from models.checkpoint import (
     save_checkpoint,
     save_tensors,
 )
-from models.recipes import MachineRecipe, Recipe
+from models.recipes import MachineRecipe, Recipe, kept_at
 from models.transformer import HookedAdder
 
 PROBE_PROBLEMS = 512  # problems behind each in-distribution accuracy of the curve
@@ -142,9 +142,8 @@ class Trainer:
         return self.folder
 
     def _keep(self, seconds: float) -> None:
-        """A checkpoint of this step, where the recipe asks for it; the last step's is the run's own."""
-        every = getattr(self.recipe, "keep_every", None)
-        if every is None or self.step % every or self.step == self.recipe.steps:
+        """A checkpoint of this step, where the recipe asks for it."""
+        if not kept_at(self.recipe, self.step):
             return
         self.seconds = seconds
         digits = len(str(self.recipe.steps))

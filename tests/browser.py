@@ -41,6 +41,16 @@ class Page(HTMLParser):
             self.text[self.open[-1]] = self.text.get(self.open[-1], "") + data
 
 
+def assert_drawn(html, run):
+    """No complaint in the browser's log, and every figure of the page drawn, without NaN."""
+    complaints = [line for line in run.stderr.splitlines() if "CONSOLE" in line or "Uncaught" in line]
+    assert complaints == []
+    for name in (each for each in Page(html).ids if each.startswith("figure-")):
+        plot = run.stdout.split(f'id="{name}"', 1)[1].split("</figure>", 1)[0]
+        assert 'class="main-svg"' in plot
+        assert "NaN" not in plot
+
+
 def dump_dom(page, folder):
     """The page after its scripts have run, and the browser's log.
 

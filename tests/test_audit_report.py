@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from browser import BROWSER, Page, dump_dom
+from browser import BROWSER, Page, assert_drawn, dump_dom
 from families import tiny
 
 import interp.cli as cli
@@ -185,11 +185,7 @@ def test_a_browser_draws_it_without_a_complaint(written, tmp_path):
     html = written.read_text(encoding="utf-8")
     page.write_text(html.replace("</body>", PRESS + "</body>"), encoding="utf-8")
     run = dump_dom(page, tmp_path)
-    assert [line for line in run.stderr.splitlines() if "CONSOLE" in line or "Uncaught" in line] == []
-    for name in (each for each in Page(html).ids if each.startswith("figure-")):
-        plot = run.stdout.split(f'id="{name}"', 1)[1].split("</figure>", 1)[0]
-        assert 'class="main-svg"' in plot
-        assert "NaN" not in plot
+    assert_drawn(html, run)
     (said,) = re.findall(r'data-head="(true,true,[^"]*)"', run.stdout)
     assert re.fullmatch(r"true,true,\d+\.\d+", said)
     assert 'data-asked="0"' in run.stdout

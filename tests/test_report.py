@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from browser import BROWSER, Page, dump_dom
+from browser import BROWSER, Page, assert_drawn, dump_dom
 
 import interp.cli as cli
 import interp.diagnosis as diagnosis
@@ -214,14 +214,7 @@ def test_a_browser_draws_it_without_a_complaint(written, tmp_path):
     html = written.read_text(encoding="utf-8")
     page.write_text(html.replace("</body>", PRESS + "</body>"), encoding="utf-8")
     run = dump_dom(page, tmp_path)
-    complaints = [line for line in run.stderr.splitlines() if "CONSOLE" in line or "Uncaught" in line]
-    assert complaints == []
-    drawn = Page(html).ids
-    figures = [name for name in drawn if name.startswith("figure-")]
-    for name in figures:
-        plot = run.stdout.split(f'id="{name}"', 1)[1].split("</figure>", 1)[0]
-        assert 'class="main-svg"' in plot
-        assert "NaN" not in plot
+    assert_drawn(html, run)
     assert 'data-pressed="legendonly to true"' in run.stdout
     assert 'data-head="true,true,1"' in run.stdout
     assert f'data-open="{"true" if "<article" in html else "none"}"' in run.stdout

@@ -21,7 +21,6 @@ import yaml
 from joblib._parallel_backends import ThreadingBackend
 from test_training import tiny
 
-import interp.cli as cli
 import interp.sweep as sweeps
 from interp.decisions import score, wilson_interval
 from interp.interventions import parse_intervention
@@ -46,19 +45,6 @@ def grid(**changes) -> Sweep:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     monkeypatch.setattr(training, "PROBE_PROBLEMS", 16)
-
-
-@pytest.fixture
-def leaksum(capsys):
-    """Runs the command in this process; gives its exit status, standard output and standard error."""
-
-    def run(*arguments) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            cli.main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return stop.value.code, out, err
-
-    return run
 
 
 def files_of(folder: Path) -> dict[str, tuple[bytes, int]]:
