@@ -829,7 +829,7 @@ def kernels_figure(model: HookedAdder) -> go.Figure:
 
 def during_figure(found: During) -> go.Figure:
     """A run as it went: problems exact, and of the head that performs each lookup in the end the gap, the sink's score
-    and the leak (medians over queries), against the training step. Dashed: the logarithm of the keys a query sees,
+    and the leak (medians over queries), against the training step. Grey: the logarithm of the keys a query sees,
     which the gap has to exceed."""
     steps = [moment.step for moment in found.moments]
     panels = ("problems exact", "gap (nats)", "sink score (nats)", "leak")
@@ -860,15 +860,12 @@ def during_figure(found: During) -> go.Figure:
                 row=row,
                 col=1,
             )
-    keys = float(np.log(found.to_frame()["keys"].mean()))
-    figure.add_hline(y=keys, line={"color": GREY, "dash": "dash", "width": 1}, row=2, col=1)
-    figure.add_annotation(
-        x=steps[0],
-        y=keys,
-        text="ln of the keys seen",
-        showarrow=False,
-        xanchor="left",
-        yanchor="bottom",
+    figure.add_scatter(
+        x=steps,
+        y=[float(np.log(found.to_frame()["keys"].mean()))] * len(steps),
+        mode="lines",
+        name="ln of the keys a query sees",
+        line={"color": GREY, "dash": "dashdot", "width": 1.5},
         row=2,
         col=1,
     )
